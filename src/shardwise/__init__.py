@@ -1,0 +1,25 @@
+"""shardwise: pick the parallel layout of a pre-training run, train it, and measure what happened.
+
+Each verb is a function here (`shardwise.train(…)`); importing the package imports neither torch nor a verb.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+__version__ = "0.1.0"
+
+_VERBS = {
+    "generate": "shardwise.verbs.generate",
+    "prepare_data": "shardwise.verbs.prepare_data",
+    "train": "shardwise.verbs.train",
+}
+
+__all__ = ["__version__", *_VERBS]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _VERBS:
+        return getattr(importlib.import_module(_VERBS[name]), name)
+    raise AttributeError(f"module 'shardwise' has no attribute '{name}'")

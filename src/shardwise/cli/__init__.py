@@ -1,0 +1,1 @@
+"""Parses, calls a verb, prints. No logic."""

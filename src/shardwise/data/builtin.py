@@ -1,0 +1,58 @@
+"""Data that is always there: the source text of Python's own standard library, as bytes, prepared once into a cache."""
+
+from __future__ import annotations
+
+import os
+import platform
+import sysconfig
+from pathlib import Path
+
+from shardwise.data.documents import TextFiles
+from shardwise.data.index import FORMAT, INDEX
+from shardwise.data.output import UnwritableError
+from shardwise.data.prepare import prepare_documents
+from shardwise.data.tokenizer import ByteTokenizer
+from shardwise.spec import InputError
+from shardwise.spec.noun import nearest
+
+_LEFT_OUT = frozenset({"__pycache__", "site-packages", "dist-packages", "test", "tests", "idle_test"})
+_VALIDATION_FRACTION = 0.05
+
+
+def resolve_data(name: str) -> Path:
+    """The directory that `recipe.data` means: `builtin`, or a directory. Raises InputError."""
+    if name == "builtin":
+        return builtin_data()
+    path = Path(name).expanduser()
+    if not path.is_dir():
+        hint = "did you mean 'builtin'?" if nearest(name, ["builtin"]) else "give 'builtin' or a prepared directory"
+        raise InputError(f"recipe.data: no directory '{name}'; {hint}")
+    return path
+
+
+def builtin_data(cache: Path | None = None) -> Path:
+    """The prepared standard library, from the cache where it is there already.
+
+    The directory's name holds the Python version and the format, since both change the tokens. Several processes may
+    call this at once: each prepares by itself, one renames its result into place, and the others use that.
+    Raises InputError naming SHARDWISE_CACHE where the cache cannot be written.
+    """
+    cache = _cache() if cache is None else cache
+    directory = cache / f"builtin-python{platform.python_version()}-format{FORMAT}"
+    try:
+        if not (directory / INDEX).is_file():
+            source = TextFiles(Path(sysconfig.get_paths()["stdlib"]), suffix=".py", skip=_LEFT_OUT)
+            prepare_documents(source, directory, ByteTokenizer(), validation_fraction=_VALIDATION_FRACTION)
+    except (UnwritableError, OSError) as error:
+        raise InputError(f"{error}; set SHARDWISE_CACHE to a directory that can be written") from None
+    return directory
+
+
+def _cache() -> Path:
+    own, shared = os.environ.get("SHARDWISE_CACHE"), os.environ.get("XDG_CACHE_HOME")
+    try:
+        if own:
+            return Path(own).expanduser()
+        return (Path(shared) if shared else Path.home() / ".cache") / "shardwise"
+    except RuntimeError:
+        raise InputError("there is no home directory for the cache; set SHARDWISE_CACHE to a directory") from None

@@ -1,0 +1,1 @@
+"""The transformer as plain PyTorch that knows nothing of parallelism."""

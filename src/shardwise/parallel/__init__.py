@@ -1,0 +1,1 @@
+"""How a module is spread over ranks: one file per dimension, `apply` the only place that knows their order."""

@@ -1,0 +1,26 @@
+"""Model FLOPs: the one formula behind every MFU that shardwise prints.
+
+Per token, forward and backward (backward = 2 × forward; PaLM, arXiv 2204.02311, appendix B):
+
+    6 · N_matmul  +  12 · L · H · d_head · S · c
+
+N_matmul: weights that each token is multiplied with (output head yes, embedding look-up no).
+c: share of the S × S scores that is computed. Causal attention needs (S + 1) / 2S of them, and that is what `mfu`
+counts; `mfu_full_attention` counts c = 1, as torchtitan, nanoGPT and Llama-3's paper do.
+"""
+
+from __future__ import annotations
+
+from shardwise.planner.parameters import matmul_parameters
+from shardwise.spec import Model
+
+
+def attention_flops_per_token(model: Model, sequence: int, *, causal: bool = True) -> float:
+    """FLOPs of scores and weighted values, forward and backward, all layers."""
+    share = (sequence + 1) / (2 * sequence) if causal else 1.0
+    return 12 * model.layers * model.heads * model.head_dim * sequence * share
+
+
+def model_flops_per_token(model: Model, sequence: int, *, causal: bool = True) -> float:
+    """FLOPs that one token of a sequence of `sequence` tokens needs, forward and backward, nothing recomputed."""
+    return 6 * matmul_parameters(model) + attention_flops_per_token(model, sequence, causal=causal)

@@ -1,0 +1,33 @@
+"""The nouns, the presets, and legality. No torch."""
+
+from shardwise.spec.checkpoint import Checkpoint, CheckpointFile
+from shardwise.spec.cluster import Cluster, Figure, Gpu
+from shardwise.spec.layout import Layout
+from shardwise.spec.model import Model, RopeScaling
+from shardwise.spec.noun import InputError, Noun
+from shardwise.spec.recipe import CheckpointPolicy, Evaluation, Optimizer, Precision, Recipe, Schedule
+from shardwise.spec.run import Run, load_run, read_yaml
+from shardwise.spec.step import Step
+
+__all__ = [
+    "Checkpoint",
+    "CheckpointFile",
+    "CheckpointPolicy",
+    "Cluster",
+    "Evaluation",
+    "Figure",
+    "Gpu",
+    "InputError",
+    "Layout",
+    "Model",
+    "Noun",
+    "Optimizer",
+    "Precision",
+    "Recipe",
+    "RopeScaling",
+    "Run",
+    "Schedule",
+    "Step",
+    "load_run",
+    "read_yaml",
+]

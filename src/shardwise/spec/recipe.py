@@ -1,0 +1,119 @@
+"""Precision, Recipe: all that may change what is learned."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Literal, Self
+
+from pydantic import model_validator
+
+from shardwise.spec.noun import Noun, unknown
+from shardwise.spec.numbers import Count, CountOrZero, Fraction, NotNegative, Positive
+
+Dtype = Literal["fp64", "fp32", "bf16"]
+
+_PRECISIONS = {
+    # Parameters are the fp32 master copy; each layer casts them to the compute type where it uses them.
+    "bf16": {"parameters": "fp32", "compute": "bf16", "gradients": "fp32", "reduce": "fp32", "moments": "fp32"},
+    "fp32": dict.fromkeys(("parameters", "compute", "gradients", "reduce", "moments"), "fp32"),
+    "fp64": dict.fromkeys(("parameters", "compute", "gradients", "reduce", "moments"), "fp64"),
+}
+
+
+class Precision(Noun):
+    """The dtype of everything that has one. `bf16`, `fp32` and `fp64` name the usual combinations."""
+
+    parameters: Dtype = "fp32"  # what the optimizer updates
+    compute: Dtype = "bf16"
+    gradients: Dtype = "fp32"  # what the optimizer reads
+    reduce: Dtype = "fp32"  # what collectives sum
+    moments: Dtype = "fp32"
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_name(cls, data: Any) -> Any:
+        if isinstance(data, str):
+            if data not in _PRECISIONS:
+                raise ValueError(unknown("precision", data, _PRECISIONS))
+            return _PRECISIONS[data]
+        return data
+
+
+class Optimizer(Noun):
+    """AdamW or SGD. Weight decay acts on parameters of two or more dimensions only."""
+
+    name: Literal["adamw", "sgd"] = "adamw"
+    lr: Positive = 6e-4
+    betas: tuple[Fraction, Fraction] = (0.9, 0.95)
+    eps: Positive = 1e-8
+    weight_decay: NotNegative = 0.1
+    momentum: Fraction = 0.0  # sgd only
+    clip: NotNegative = 1.0  # largest global gradient norm; 0: no clipping
+
+
+class Schedule(Noun):
+    """Learning rate over the run: warm-up, then cosine, or stable then decay (wsd), or constant."""
+
+    name: Literal["cosine", "wsd", "constant"] = "wsd"
+    warmup_steps: CountOrZero = 0
+    decay_fraction: Fraction = 0.4  # wsd: the share of all steps that decays linearly
+    floor: Fraction = 0.1  # last learning rate as a share of the highest
+
+
+class Evaluation(Noun):
+    """Validation loss over a fixed number of held-out tokens."""
+
+    every: CountOrZero = 0  # steps; 0: only at the end
+    tokens: CountOrZero = 1_000_000  # rounded down to whole sequences, all of the split where it is smaller; 0: never
+
+
+class CheckpointPolicy(Noun):
+    """When to save and how many complete checkpoints to keep."""
+
+    every: CountOrZero = 0  # steps; 0: only at the end and when stopped
+    keep: Count = 2
+    asynchronous: bool = True
+
+
+class Recipe(Noun):
+    """What is trained on what, for how long, and how."""
+
+    data: str = "builtin"  # `builtin`, or a directory that `shardwise data prepare` wrote
+    sequence: Count = 1024
+    batch_tokens: Count | None = None  # tokens of one optimizer step over all ranks; `train` requires it
+    steps: Count | None = None
+    tokens: Count | None = None  # instead of steps: rounded up to whole steps
+    seed: CountOrZero = 0
+    precision: Precision = Precision()
+    optimizer: Optimizer = Optimizer()
+    schedule: Schedule = Schedule()
+    evaluation: Evaluation = Evaluation()
+    checkpoint: CheckpointPolicy = CheckpointPolicy()
+    deterministic: bool = False  # ask torch for deterministic kernels (always so on a CPU)
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if self.steps and self.tokens:
+            raise ValueError("give steps or tokens, not both")
+        if self.batch_tokens and self.batch_tokens % self.sequence:
+            nearest = max(1, round(self.batch_tokens / self.sequence)) * self.sequence
+            raise ValueError(
+                f"batch_tokens {self.batch_tokens} is not a multiple of sequence {self.sequence}; nearest: {nearest}"
+            )
+        return self
+
+    @property
+    def batch_sequences(self) -> int:
+        """Sequences of one optimizer step over all ranks. Raises ValueError where batch_tokens is absent."""
+        if not self.batch_tokens:
+            raise ValueError("recipe.batch_tokens is required")
+        return self.batch_tokens // self.sequence
+
+    @property
+    def total_steps(self) -> int:
+        """Optimizer steps of the whole run. Raises ValueError where neither steps nor tokens are given."""
+        if self.steps:
+            return self.steps
+        if self.tokens and self.batch_tokens:
+            return math.ceil(self.tokens / self.batch_tokens)
+        raise ValueError("recipe.steps or recipe.tokens is required")

@@ -1,0 +1,22 @@
+"""Gradient norm over all ranks, and clipping."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+
+
+@torch.no_grad()
+def gradient_norm(module: nn.Module) -> Tensor:
+    """The 2-norm of the whole gradient, the same scalar on every rank, however it is sharded."""
+    norm = get_total_norm([p.grad for p in module.parameters() if p.grad is not None], foreach=True)
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+
+@torch.no_grad()
+def clip_gradients(module: nn.Module, norm: Tensor, largest: float) -> None:
+    """Scale the gradient so that its norm, which is `norm` now, does not exceed `largest` (0: leave it)."""
+    if largest > 0:
+        clip_grads_with_norm_(module.parameters(), largest, norm, foreach=True)

@@ -1,0 +1,165 @@
+"""Session: one rank's training run, put together from the rooms."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+
+from shardwise.checkpoints.restore import find, restore
+from shardwise.checkpoints.save import Checkpointer
+from shardwise.checkpoints.state import apply, collect
+from shardwise.data import Order
+from shardwise.evaluation.validation import Validation, validate
+from shardwise.launching import StopSignal
+from shardwise.parallel.apply import build_parallel
+from shardwise.parallel.mesh import Mesh
+from shardwise.parallel.process import Process
+from shardwise.planner.parameters import count_parameters
+from shardwise.report.loggers import Background
+from shardwise.report.progress import ProgressLine
+from shardwise.spec import Step
+from shardwise.spec.numbers import human
+from shardwise.training.batches import Batches
+from shardwise.training.loop import Trainer
+from shardwise.training.metrics import Journal
+from shardwise.verbs.job import Job, store_run
+
+
+class Session:
+    """Builds or restores the model, then trains, records, saves and evaluates it. Every method is collective."""
+
+    def __init__(
+        self, job: Job, process: Process, mesh: Mesh, stop: StopSignal, progress: ProgressLine, log: tuple[str, ...]
+    ):
+        run, recipe = job.run, job.run.recipe
+        self.job, self._process, self._mesh, self._stop, self._progress = job, process, mesh, stop, progress
+        self.total = recipe.total_steps
+        self._first = process.rank == 0
+        if recipe.deterministic:
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+            torch.use_deterministic_algorithms(True)
+        torch.manual_seed(recipe.seed + process.rank)
+        progress.say(self._describe())
+        self._module = build_parallel(run, mesh, process.device)
+        self.trainer = Trainer(run, self._module, process.device, lambda: stop.requested)
+        self._checkpointer = Checkpointer(
+            job.checkpoints,
+            keep=recipe.checkpoint.keep,
+            asynchronous=recipe.checkpoint.asynchronous,
+            say=progress.say,
+        )
+        self.done = self._restore()  # completed steps
+        if self._first:
+            store_run(job)
+        self._journals = [Journal(job.out / f"{name}.jsonl", self.done) for name in _JOURNALS] if self._first else []
+        self._background = Background(log if self._first else (), job.out, progress.say)
+        self.last_validation: Validation | None = None
+
+    def steps(self) -> Iterator[Step]:
+        """The Steps that are left."""
+        run, data = self.job.run, self.job.data
+        order = Order(data.train.tokens, run.recipe.sequence, run.recipe.batch_sequences, run.recipe.seed)
+        batches = Batches(
+            data.train, order, run.fixed_layout, self._mesh.data_rank, run.model.vocabulary, self._process.device
+        )
+        try:
+            yield from self.trainer.steps(batches, order, self.done)
+        finally:
+            batches.close()
+
+    def record(self, step: Step) -> None:
+        """Write the step down and show it."""
+        self._write(0, step)
+        self._progress.step(step, first=step.step == self.done + 1)
+        self.done = step.step
+
+    def save(self, step: Step) -> None:
+        """Commit a checkpoint of the state after `step`; in the background, unless the Run says otherwise."""
+        self._checkpointer.save(
+            step.step,
+            collect(self._module, self.trainer.optimizer),
+            tokens=step.tokens,
+            run=self.job.run.dump(),
+            data=self.job.data.fingerprint,
+        )
+
+    def evaluate(self) -> bool:
+        """Validate after the step that is done. False where a stop came first; then the loop ends, too."""
+        run = self.job.run
+        if run.recipe.evaluation.tokens == 0 or self.job.data.validation.tokens < 2:
+            return True
+        result = validate(
+            self._module,
+            self.trainer.loss_sum,
+            self.job.data,
+            step=self.done,
+            sequence=run.recipe.sequence,
+            tokens=run.recipe.evaluation.tokens,
+            micro_batch=run.fixed_layout.micro_batch,
+            data_rank=self._mesh.data_rank,
+            data_ranks=run.fixed_layout.data_ranks,
+            vocabulary=run.model.vocabulary,
+            device=self._process.device,
+            wants_stop=lambda: self._stop.requested,
+        )
+        if result is None:
+            self.trainer.stopping = True
+            return False
+        self.last_validation = result
+        self._write(1, result)
+        self._progress.say(
+            f"step {result.step}/{self.total}  validation loss {result.loss:.4f}  "
+            f"{result.bits_per_byte:.4f} bits per byte  ({human(result.tokens)} tokens)"
+        )
+        return True
+
+    def evaluated(self) -> bool:
+        """Whether the last step of the run has its validation already (a stop may have come between)."""
+        path = self.job.out / "evaluations.jsonl"
+        found = [path.exists() and f'"step": {self.total},' in path.read_text()] if self._first else [None]
+        dist.broadcast_object_list(found, device=self._process.device)
+        return bool(found[0])
+
+    def close(self) -> bool:
+        """Wait for what is under way. False where the last checkpoint could not be saved."""
+        self._checkpointer.close()
+        self._background.close()
+        for journal in self._journals:
+            journal.close()
+        return self._checkpointer.last_error is None
+
+    def _restore(self) -> int:
+        """Load the newest complete checkpoint onto this layout, if there is one; returns its step."""
+        entry = find(self.job.checkpoints, say=self._progress.say)
+        if entry is None:
+            return 0
+        state = collect(self._module, self.trainer.optimizer)
+        restore(entry.path, state)
+        apply(self._module, self.trainer.optimizer, state)
+        self._progress.say(f"continuing after step {entry.step} from {entry.path}")
+        return entry.step
+
+    def _write(self, journal: int, record: Step | Validation) -> None:
+        if self._first:
+            self._journals[journal].write(record.dump())
+            self._background.log(record.dump())
+
+    def _describe(self) -> str:
+        run, data = self.job.run, self.job.data
+        device = "CPU"
+        if self._process.device.type == "cuda":
+            device = torch.cuda.get_device_name(self._process.device)
+        return (
+            f"{run.to_yaml()}"
+            f"{run.model.name}: {count_parameters(run.model).total:,} parameters on {self._process.world} × {device}, "
+            f"{run.fixed_layout.describe()}\n"
+            f"data: {human(data.train.tokens)} training tokens, {human(data.validation.tokens)} validation tokens; "
+            f"{self.total} steps of {human(run.recipe.batch_sequences * run.recipe.sequence)} tokens "
+            f"into {self.job.out}"
+        )
+
+
+_JOURNALS = ("metrics", "evaluations")

@@ -1,0 +1,20 @@
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from ranks import RankPool
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[Callable[[int], RankPool]]:
+    """ranks(n): a pool of n gloo ranks that lives as long as the session."""
+    pools: dict[int, RankPool] = {}
+
+    def pool(world: int) -> RankPool:
+        if world not in pools:
+            pools[world] = RankPool(world)
+        return pools[world]
+
+    yield pool
+    for each in pools.values():
+        each.close()

@@ -1,0 +1,143 @@
+"""The parity matrix: every layout trains the same model as one process.
+
+Initial weights are bit-equal; loss, gradient norm and weights after three SGD steps agree to rounding. SGD, because
+AdamW turns a difference of 1e-7 in a gradient into one of 1e-4 in a weight.
+"""
+
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
+from shardwise.data import Order
+from shardwise.parallel.apply import build_parallel
+from shardwise.parallel.mesh import build_mesh
+from shardwise.spec import Run, load_run
+from shardwise.training.batches import Batches
+from shardwise.training.loop import Trainer
+
+STEPS, SEQUENCES, SEQUENCE = 3, 8, 16
+LAYOUTS = {
+    "one process": {},
+    "one process, FSDP": {"zero": 3},
+    "DDP×2": {"dp_replicate": 2},
+    "DDP×4": {"dp_replicate": 4},
+    "FSDP×2, zero 2": {"dp_shard": 2, "zero": 2},
+    "FSDP×2, zero 3": {"dp_shard": 2, "zero": 3},
+    "FSDP×4, zero 2": {"dp_shard": 4, "zero": 2},
+    "FSDP×4, zero 3": {"dp_shard": 4, "zero": 3},
+    "HSDP 2×2, zero 2": {"dp_replicate": 2, "dp_shard": 2, "zero": 2},
+    "HSDP 2×2, zero 3": {"dp_replicate": 2, "dp_shard": 2, "zero": 3},
+}
+MODELS = {  # odd sizes, so that shards are uneven
+    "gpt": {"preset": "tiny-gpt", "layers": 2, "hidden": 36, "ffn": 50, "heads": 3, "kv_heads": 3, "head_dim": 12,
+            "vocabulary": 67, "max_sequence": 32},
+    "llama": {"preset": "tiny-llama", "layers": 2, "hidden": 36, "ffn": 50, "heads": 6, "kv_heads": 2, "head_dim": 6,
+              "vocabulary": 67, "tied": False, "qk_norm": True},
+}  # fmt: skip
+TOLERANCE = {"fp32": 1e-6, "fp64": 1e-12}
+
+
+class Stream:
+    """Tokens in memory. Their number leaves the last window partial, so ranks see unequal numbers of targets."""
+
+    def __init__(self, vocabulary: int):
+        self._ids = np.random.default_rng(0).integers(vocabulary, size=SEQUENCES * STEPS * SEQUENCE - 9)
+        self.tokens = len(self._ids)
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        return self._ids[start:stop]
+
+
+@dataclass
+class Result:
+    initial: dict[str, torch.Tensor]
+    losses: list[float]
+    norms: list[float]
+    final: dict[str, torch.Tensor]
+
+
+def make_run(model: str, layout: dict, precision: str, micro_batch: int) -> Run:
+    return load_run(
+        {
+            "model": MODELS[model],
+            "cluster": {"gpu": "cpu"},
+            "layout": {**layout, "micro_batch": micro_batch},
+            "recipe": {
+                "sequence": SEQUENCE,
+                "batch_tokens": SEQUENCES * SEQUENCE,
+                "steps": STEPS,
+                "precision": precision,
+                "optimizer": {"name": "sgd", "lr": 0.5, "momentum": 0.5, "clip": 1.0},
+                "schedule": {"name": "constant"},
+            },
+        }
+    )
+
+
+def full_weights(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The whole weights, by name, on every rank."""
+    state = get_model_state_dict(module, options=StateDictOptions(full_state_dict=True))
+    objects = [{name: tensor.clone() for name, tensor in state.items()}]
+    dist.broadcast_object_list(objects)  # full_state_dict is filled on rank 0 only
+    return objects[0]
+
+
+def train(run: Run) -> Result:
+    device = torch.device("cpu")
+    mesh = build_mesh(run.layout, "cpu")
+    module = build_parallel(run, mesh, device)
+    initial = full_weights(module)
+    stream = Stream(run.model.vocabulary)
+    order = Order(stream.tokens, SEQUENCE, SEQUENCES, run.recipe.seed)
+    batches = Batches(stream, order, run.layout, mesh.data_rank, run.model.vocabulary, device)
+    steps = list(Trainer(run, module, device, wants_stop=lambda: False).steps(batches, order, 0))
+    batches.close()
+    return Result(initial, [s.loss for s in steps], [s.grad_norm for s in steps], full_weights(module))
+
+
+@cache
+def _reference(ranks, model: str, precision: str) -> Result:
+    return ranks(1).run(train, make_run(model, {}, precision, SEQUENCES))[0]
+
+
+def largest_difference(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> float:
+    assert left.keys() == right.keys()
+    return max(float((left[name] - right[name]).abs().max()) for name in left)
+
+
+@pytest.mark.parametrize("accumulate", [False, True], ids=["one micro-batch", "accumulated"])
+@pytest.mark.parametrize("precision", TOLERANCE)
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layout_trains_the_same_model(ranks, layout, model, precision, accumulate):
+    degrees = LAYOUTS[layout]
+    data_ranks = degrees.get("dp_replicate", 1) * degrees.get("dp_shard", 1)
+    micro_batch = 1 if accumulate else SEQUENCES // data_ranks
+    run = make_run(model, degrees, precision, micro_batch)
+    reference = _reference(ranks, model, precision)
+    results = ranks(run.layout.world).run(train, run)
+    for result in results:
+        assert largest_difference(result.initial, reference.initial) == 0
+        assert result.losses == results[0].losses
+        assert result.losses == pytest.approx(reference.losses, abs=TOLERANCE[precision])
+        assert result.norms == pytest.approx(reference.norms, abs=TOLERANCE[precision])
+        assert largest_difference(result.final, reference.final) <= TOLERANCE[precision]
+    assert largest_difference(results[0].final, results[0].initial) > 1e-3
+
+
+@pytest.mark.parametrize("layout", ["one process, FSDP", "DDP×2", "FSDP×2, zero 3", "HSDP 2×2, zero 2"])
+def test_bf16_is_the_same_arithmetic_on_every_layout(ranks, layout):
+    """Weights are cast where they are used: what differs is rounding of bf16 sums, not the recipe."""
+    run = make_run("llama", LAYOUTS[layout], "bf16", 1)
+    reference = _reference(ranks, "llama", "bf16")
+    result = ranks(run.layout.world).run(train, run)[0]
+    assert largest_difference(result.initial, reference.initial) == 0
+    assert result.losses == pytest.approx(reference.losses, rel=2e-3)
+    assert result.norms == pytest.approx(reference.norms, rel=2e-2)
+    exact = _reference(ranks, "llama", "fp64")
+    assert result.losses == pytest.approx(exact.losses, rel=5e-3)
