@@ -15,7 +15,7 @@ WAIT_SECONDS = 120
 LAUNCHER = """
 import sys
 from shardwise.launching import launch
-say = lambda line: print("SAID", line, file=sys.stderr)
+say = lambda line: sys.stderr.write(f"SAID {line}\\n")
 sys.exit(launch([sys.executable, "-c", sys.argv[1]], 2, say=say, how_to_continue="", grace_seconds=60))
 """
 
@@ -68,7 +68,7 @@ def test_a_host_that_is_killed_ends_the_others():
 
 
 def test_a_host_that_ends_earlier_is_not_taken_for_a_failure():
-    done = two_ranks("time.sleep(3 * rank)  # several polls longer than rank 0")
+    done = two_ranks("time.sleep(1.5 * rank)  # several polls longer than rank 0")
     assert (done.returncode, done.stderr) == (0, "")
 
 

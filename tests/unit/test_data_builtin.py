@@ -69,7 +69,7 @@ def test_a_lost_race_uses_the_winner(tmp_path: Path, library: Path, monkeypatch:
     monkeypatch.setattr(Path, "rename", rename)
     directory = builtin_data(tmp_path / "cache")
     open_data(directory)
-    assert os.listdir(tmp_path / "cache") == [directory.name]
+    assert list((tmp_path / "cache").iterdir()) == [directory]
 
 
 def test_a_race_lost_to_other_data_is_an_error(tmp_path: Path, library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,12 +101,13 @@ def test_several_processes_at_once_and_no_torch(tmp_path: Path) -> None:
     outputs = {process.communicate(timeout=120)[0] for process in processes}
     assert [process.returncode for process in processes] == [0, 0, 0]
     assert len(outputs) == 1 and outputs.pop().endswith("True True\n")
-    assert len(os.listdir(tmp_path / "cache")) == 1
+    assert len(list((tmp_path / "cache").iterdir())) == 1
 
 
 def test_resolve_data(tmp_path: Path) -> None:
     assert resolve_data(str(tmp_path)) == tmp_path
     with pytest.raises(InputError, match="no directory 'bultin'; did you mean 'builtin'"):
         resolve_data("bultin")
-    with pytest.raises(InputError, match="no directory '/absent'; give 'builtin' or a prepared directory"):
-        resolve_data("/absent")
+    for name in ("/absent", "~no-such-user/data"):
+        with pytest.raises(InputError, match=f"no directory '{name}'; give 'builtin' or a prepared directory"):
+            resolve_data(name)

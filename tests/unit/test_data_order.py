@@ -22,7 +22,7 @@ def test_the_order_never_changes_silently() -> None:
     assert Order(10**12, 1024, 4, 42).windows(10**6).tolist() == [534958041, 355068553, 175004941, 972961379]
 
 
-@pytest.mark.parametrize("n", [1, 2, 3, 4, 5, 17, 64, 100, 1023, 1024, 1025])
+@pytest.mark.parametrize("n", [1, 2, 3, 4, 5, 17, 64, 100, 257])
 @pytest.mark.parametrize("batch", [1, 7, 32])
 def test_every_window_once_an_epoch_across_batches(n: int, batch: int) -> None:
     order = Order(n * 4 + 1, 4, batch, seed=3)

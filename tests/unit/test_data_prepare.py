@@ -51,12 +51,9 @@ def test_a_tree_in_the_order_of_its_paths(tmp_path: Path) -> None:
     )
     lines: list[str] = []
     index = prepare(source, tmp_path / "out", validation_fraction=0, progress=lines.append)
-    assert texts(tmp_path / "out", "train") == ["Z", "abc", "az", "a.", "b", "ünï\r\n"] or texts(
-        tmp_path / "out", "train"
-    ) == [text.encode() for text in ("Z", "abc", "az", "a.", "b", "ünï\r\n")]
-    assert index.train.documents == 6 and index.validation == index.validation.model_copy(
-        update={"documents": 0, "files": ()}
-    )
+    assert texts(tmp_path / "out", "train") == [x.encode() for x in ("Z", "abc", "az", "a.", "b", "ünï\r\n")]
+    assert index.train.documents == 6
+    assert (index.validation.documents, index.validation.files) == (0, ())
     assert any("left out: 1 empty" in line for line in lines)
 
 

@@ -98,7 +98,7 @@ def test_prepare_keeps_the_tokenizer(tmp_path: Path) -> None:
     path = byte_level(tmp_path / "mine.json")
     source = tmp_path / "source"
     source.mkdir()
-    for number, text in enumerate(CORPUS[:3] + [TEXT]):
+    for number, text in enumerate([*CORPUS[:3], TEXT]):
         (source / f"{number}.txt").write_bytes(text.encode())
     index = prepare(source, tmp_path / "out", str(path), validation_fraction=0)
     path.unlink()
@@ -113,7 +113,7 @@ def test_a_tokenizer_that_changes_text_is_reported(tmp_path: Path) -> None:
     backend = Tokenizer(models.WordLevel({"[UNK]": 0, "<eos>": 1, "the": 2}, unk_token="[UNK]"))
     backend.pre_tokenizer = pre_tokenizers.Whitespace()
     backend.save(str(tmp_path / "words.json"))
-    (tmp_path / "text.txt").write_text("the fox\nthe dog\n")
+    (tmp_path / "text.txt").write_text("the fox jumps\nthe dog\n")
     lines: list[str] = []
     prepare(tmp_path / "text.txt", tmp_path / "out", str(tmp_path / "words.json"), progress=lines.append)
     assert any("this tokenizer changes text" in line for line in lines)

@@ -69,6 +69,7 @@ def test_an_id_outside_the_vocabulary_names_the_shard(tmp_path: Path) -> None:
     data = prepared(tmp_path)
     with pytest.raises(InputError, match=r"train-00001\.npy: token 4 has id 256, outside the vocabulary of 256"):
         read_windows(data.train, np.array([0, 1]), 10, vocabulary=256)  # alpha\nbeta\n is 11 bytes
+    assert data.train.locate(7) == (tmp_path / "out" / "train-00001.npy", 0)  # the first token of a shard
 
 
 def test_a_window_outside_the_stream(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -57,6 +58,7 @@ def reason_of(error: BaseException) -> str:
     if cause is not None:
         return f"{cause.strerror}: {cause.filename}" if cause.filename else str(cause.strerror)
     first_line = next(iter(str(error).strip().splitlines()), "")
+    first_line = re.sub(r"^\[\S+:\d+\] ", "", first_line)  # gloo begins with its source file and line
     return f"{type(error).__name__}: {first_line}" if first_line else type(error).__name__
 
 

@@ -50,9 +50,9 @@ class Checkpointer:
 
     With `asynchronous`, `save` only copies the state to host memory (pinned, and kept for the next save), and a thread
     does the rest. A failed save never stops training: `last_error` says why the latest one failed, `say` is told once,
-    on rank 0 and maybe from that thread, and earlier checkpoints stay as they are. No wait is longer than `timeout`
-    seconds. If ranks lose touch with each other or storage hangs (which the rank that sees it says), nothing more is
-    saved.
+    on rank 0 and maybe from that thread, and earlier checkpoints stay as they are. Ranks wait for each other at most
+    `timeout` seconds, and for storage a quarter longer. If they lose touch or storage hangs (which the rank that sees
+    it says), nothing more is saved.
 
     Raises InputError on every rank where rank 0 cannot write in `directory`.
     """
@@ -119,13 +119,13 @@ class Checkpointer:
         self._thread.start()
 
     def wait(self) -> None:
-        """Wait for the pending save, if any, for at most `timeout` seconds. Its outcome is in `last_error`."""
+        """Wait for the pending save, if any. Its outcome is in `last_error`."""
         thread, self._thread = self._thread, None
         if thread is None:
             return
-        thread.join(self._timeout)
+        thread.join(1.25 * self._timeout)  # a rank that waits for another gives up first, and says more
         if thread.is_alive():
-            self._broken = f"an earlier save still hangs after {self._timeout:g} seconds"
+            self._broken = f"an earlier save still hangs after {1.25 * self._timeout:g} seconds"
             self.last_error = f"checkpoints are no longer saved: {self._broken} (rank {self._rank})"
             self._say(self.last_error)
 
@@ -256,4 +256,4 @@ class _Writer(dcp.FileSystemWriter):
             cause = system_error(error)
             if cause is None:
                 raise
-            raise OSError(cause.errno, cause.strerror) from None
+            raise OSError(cause.errno, cause.strerror, cause.filename) from None

@@ -23,11 +23,14 @@ def resolve_data(name: str) -> Path:
     """The directory that `recipe.data` means: `builtin`, or a directory. Raises InputError."""
     if name == "builtin":
         return builtin_data()
-    path = Path(name).expanduser()
-    if not path.is_dir():
-        hint = "did you mean 'builtin'?" if nearest(name, ["builtin"]) else "give 'builtin' or a prepared directory"
-        raise InputError(f"recipe.data: no directory '{name}'; {hint}")
-    return path
+    try:
+        path = Path(name).expanduser()
+        if path.is_dir():
+            return path
+    except (OSError, RuntimeError):  # it may not be looked at; or `~name` of no user
+        pass
+    hint = "did you mean 'builtin'?" if nearest(name, ["builtin"]) else "give 'builtin' or a prepared directory"
+    raise InputError(f"recipe.data: no directory '{name}'; {hint}")
 
 
 def builtin_data(cache: Path | None = None) -> Path:
@@ -44,7 +47,8 @@ def builtin_data(cache: Path | None = None) -> Path:
             source = TextFiles(Path(sysconfig.get_paths()["stdlib"]), suffix=".py", skip=_LEFT_OUT)
             prepare_documents(source, directory, ByteTokenizer(), validation_fraction=_VALIDATION_FRACTION)
     except (UnwritableError, OSError) as error:
-        raise InputError(f"{error}; set SHARDWISE_CACHE to a directory that can be written") from None
+        reason = error if isinstance(error, UnwritableError) else f"{directory}: cannot be read: {error.strerror}"
+        raise InputError(f"{reason}; set SHARDWISE_CACHE to a directory that can be written") from None
     return directory
 
 

@@ -77,20 +77,20 @@ def permute(places: Ids, n: int, keys: Words) -> Ids:
     average (cycle walking: Black and Rogaway, CT-RSA 2002, method 2).
     """
     bits = (n - 1).bit_length()
+    round_keys = _mix(keys + np.arange(_ROUNDS, dtype=np.uint64)[:, None])  # [rounds, places]
     out = places.astype(np.uint64)
     outside = np.arange(len(out))
     while outside.size:
-        out[outside] = _feistel(out[outside], bits, keys[outside])
+        out[outside] = _feistel(out[outside], bits, round_keys[:, outside])
         outside = outside[out[outside] >= n]
     return out.astype(np.int64)
 
 
-def _feistel(values: Words, bits: int, keys: Words) -> Words:
+def _feistel(values: Words, bits: int, round_keys: Words) -> Words:
     left_bits, right_bits = bits // 2, bits - bits // 2
     left, right = values >> np.uint64(right_bits), values & np.uint64((1 << right_bits) - 1)
-    for number in range(_ROUNDS):
-        scrambled = _mix(right + _mix(keys + np.uint64(number)))
-        left, right = right, left ^ (scrambled & np.uint64((1 << left_bits) - 1))
+    for key in round_keys:
+        left, right = right, left ^ (_mix(right + key) & np.uint64((1 << left_bits) - 1))
         left_bits, right_bits = right_bits, left_bits
     return (left << np.uint64(right_bits)) | right
 

@@ -19,6 +19,11 @@ class UnwritableError(InputError):
     """The output directory cannot be written, or its disk is full."""
 
 
+def real(path: Path) -> Path:
+    """The path without links. Unlike Path.resolve, it does not raise on a loop."""
+    return Path(os.path.realpath(path))
+
+
 def existing_index(out: Path) -> DataIndex | None:
     """The index at `out`; None where the place is free. Raises InputError where something else is there."""
     try:
@@ -38,7 +43,7 @@ def staged(out: Path) -> Iterator[Path]:
 
     OSErrors inside become UnwritableError.
     """
-    out = out.resolve()
+    out = real(out)
     staging = out.parent / f".{out.name}.{uuid.uuid4().hex[:8]}.partial"  # hidden, so that no source takes it for text
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -56,7 +61,7 @@ def publish(staging: Path, out: Path, index: DataIndex) -> None:
     the same data. Raises OSError, also where it is other data."""
     write_file(staging / INDEX, (json.dumps(index.dump(), indent=1) + "\n").encode())
     _sync_directory(staging)
-    out = out.resolve()
+    out = real(out)
     try:
         staging.rename(out)
     except OSError:

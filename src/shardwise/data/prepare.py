@@ -16,7 +16,7 @@ import numpy as np
 from shardwise.data.documents import Document, NotText, TextFiles
 from shardwise.data.holdout import find_tail, hold_out
 from shardwise.data.index import TOKEN_BYTES, TOKENIZER, DataIndex, Origin, Split, TokenFile, TokenizerRecord
-from shardwise.data.output import existing_index, publish, staged, write_file
+from shardwise.data.output import existing_index, publish, real, staged, write_file
 from shardwise.data.shards import open_data
 from shardwise.data.survey import Survey, content_key, take_survey
 from shardwise.data.tokenizer import Tokenizer, load_tokenizer
@@ -48,7 +48,7 @@ def prepare(
     Raises InputError, and then leaves nothing behind but parent directories of `out`.
     """
     source, out = Path(source), Path(out)
-    if out.resolve().is_relative_to(source.resolve()):
+    if real(out).is_relative_to(real(source)):
         raise InputError(f"{out}: lies inside the source {source} and would be read as text; choose a place outside it")
     return prepare_documents(
         TextFiles(source),
@@ -117,7 +117,8 @@ def _write(
     tail = None
     if origin.validation_fraction and not held.any():
         size = int(survey.sizes[0])
-        tail = find_tail(next(survey.kept(documents)), size, origin.validation_fraction)
+        lone = next(survey.kept(documents), None)
+        tail = find_tail(lone, size, origin.validation_fraction) if lone else None
         if tail is None:
             say("no validation: there is one distinct document, of a single line, so nothing can be held out")
         else:
@@ -133,7 +134,7 @@ def _write(
     validation = ShardWriter(directory, "validation", token_bytes, origin.shard_tokens, wrote)
     end = np.array([tokenizer.end_of_document], dtype=np.int64)
     try:
-        expected = zip(survey.keys.tolist(), held.tolist(), strict=True)
+        expected = zip(survey.keys, held, strict=True)
         for document in survey.kept(documents):
             key, is_held = next(expected, (None, False))
             writer = validation if is_held else train

@@ -81,8 +81,8 @@ class HuggingFaceTokenizer:
     def __init__(self, path: Path) -> None:
         from tokenizers import Tokenizer as Backend  # here, because bytes do without it
 
-        path = path / TOKENIZER if path.is_dir() else path
         try:
+            path = path / TOKENIZER if path.is_dir() else path
             self.content = path.read_bytes()
         except OSError as error:
             raise InputError(

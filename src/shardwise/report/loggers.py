@@ -29,9 +29,9 @@ class TensorBoard:
     """Event files in RUN_DIR/tensorboard."""
 
     def __init__(self, out: Path):
-        from torch.utils.tensorboard import SummaryWriter
+        from tensorboard.summary import Writer
 
-        self._writer = SummaryWriter(str(out / "tensorboard"))
+        self._writer = Writer(str(out / "tensorboard"))
 
     def log(self, step: int, values: dict[str, float]) -> None:
         for name, value in values.items():
