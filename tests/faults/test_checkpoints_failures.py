@@ -96,7 +96,7 @@ FAULTS = {  # name: (rank, what breaks there, what is said)
         patch(FileSystemWriter, "prepare_local_plan", raising(RuntimeError("why\nso"))),
         "RuntimeError: why (rank 1)",
     ),
-    "staging": (1, patch(save_module.DefaultStager, "stage", raising(MemoryError())), "MemoryError (rank 1)"),
+    "staging": (1, patch(save_module.BlockingAsyncStager, "stage", raising(MemoryError())), "MemoryError (rank 1)"),
     "mkdir": (0, patch(Path, "mkdir", READ_ONLY), "Read-only file system (rank 0)"),
     "hashing": (1, patch(save_module, "describe_file", READ_ONLY), "Read-only file system (rank 1)"),
     "manifest": (

@@ -63,7 +63,7 @@ def test_a_host_that_is_killed_ends_the_others():
     done = two_ranks("rank == 0 and os.kill(os.getpid(), signal.SIGKILL)\n        time.sleep(600)")
     assert done.returncode == 3
     told = done.stderr.splitlines()  # beside what torch's own store logs
-    assert told.count("rank 0 cannot be reached any more; ending all ranks") == 1
+    assert told.count("contact with the other ranks is lost; ending all ranks") == 1
     assert told[-1] == "SAID rank 0 was killed by SIGKILL (perhaps out of host memory)"
 
 
@@ -121,7 +121,10 @@ def test_an_internal_error_is_told_with_its_traceback_and_its_first_line_last(ca
 
 def test_an_error_is_told_although_the_store_is_gone(capsys):
     assert marked(Unreachable(), OSError("disk full")) == 3
-    assert capsys.readouterr().err == "rank 1 (tp 1) failed: OSError: disk full (and rank 0 cannot be reached)\n"
+    assert (
+        capsys.readouterr().err
+        == "rank 1 (tp 1) failed: OSError: disk full (and contact with the other ranks is lost)\n"
+    )
 
 
 def test_errors_without_text_and_with_undecodable_text_are_marked(capsys):

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.staging import BlockingAsyncStager
 
 from shardwise.checkpoints.agree import RankFailure, agree, failure_of, reason_of, system_error
 from shardwise.checkpoints.manifest import (
@@ -48,7 +48,7 @@ class Checkpointer:
     traffic never mixes with that of training. `directory` must be one that all ranks see, on all nodes; a run whose
     nodes share no file system cannot save (its first save fails, and says so).
 
-    With `asynchronous`, `save` only copies the state to host memory (pinned, and kept for the next save), and a thread
+    With `asynchronous`, `save` only copies the state to host memory (on CUDA pinned, and kept for the next save), and a thread
     does the rest. A failed save never stops training: `last_error` says why the latest one failed, `say` is told once,
     on rank 0 and maybe from that thread, and earlier checkpoints stay as they are. Ranks wait for each other at most
     `timeout` seconds, and for storage a quarter longer. If they lose touch or storage hangs (which the rank that sees
@@ -72,7 +72,7 @@ class Checkpointer:
         except RankFailure as failure:
             raise InputError(f"{directory}: checkpoints cannot be written there: {failure}") from None
         self._asynchronous = asynchronous
-        self._stager: DefaultStager | None = None
+        self._stager: BlockingAsyncStager | None = None
         self._thread: threading.Thread | None = None
         self._broken: str | None = None  # why nothing more can be saved
         self._saved: Path | None = None  # written by this object, hence known to be good
@@ -102,17 +102,12 @@ class Checkpointer:
         problem = None
         try:
             if self._stager is None:
+                # Not DefaultStager: torch 2.11 closes it after one use. Buffers are pinned where they are kept.
                 cuda = any(tensor.is_cuda for tensor in tensors.values())
-                options = StagingOptions(
-                    use_pinned_memory=cuda,
-                    use_shared_memory=False,
-                    use_async_staging=False,
-                    use_non_blocking_copy=cuda,
-                )
-                self._stager = DefaultStager(options)
+                self._stager = BlockingAsyncStager(cache_staged_state_dict=cuda)
             staged = self._stager.stage(dict(state))
         except Exception as error:  # such as no host memory; the other ranks must learn of it
-            problem = error
+            problem, self._stager = error, None
         self._thread = threading.Thread(
             target=self._save, args=(manifest, staged, problem), name="checkpoint", daemon=True
         )

@@ -91,7 +91,7 @@ class FailureWatch:
         first = _within(_STORE_SECONDS, lambda: self._set_first(mine))
         if first is None:
             # Then the host is gone, this error is probably how it shows here, and every rank has one: no traceback.
-            tell(f"{line} (and rank 0 cannot be reached)")
+            tell(f"{line} (and contact with the other ranks is lost)")
             return code
         if first != mine:
             self._leave()
@@ -134,7 +134,7 @@ class FailureWatch:
                 if self._closed.wait(_LOST_SECONDS):
                     return
                 if self._rank == 1:  # one rank speaks for all that are left
-                    tell("rank 0 cannot be reached any more; ending all ranks")
+                    tell("contact with the other ranks is lost; ending all ranks")
                 end(3)
             if first and not self._closed.is_set():
                 self._follow(first)
