@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import tempfile
+import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
@@ -39,8 +40,10 @@ class RankPool:
             end.send((function, arguments))
         answers: list[tuple[bool, Any]] = []
         for rank, end in enumerate(self._ends):
-            if not end.poll(_SECONDS):
-                raise AssertionError(f"rank {rank} did not answer within {_SECONDS} s")
+            deadline = time.monotonic() + _SECONDS
+            while not end.poll(0.2):
+                assert self._processes[rank].is_alive(), f"rank {rank} died"
+                assert time.monotonic() < deadline, f"rank {rank} did not answer within {_SECONDS} s"
             answers.append(end.recv())
         for rank, (good, answer) in enumerate(answers):
             if not good:

@@ -88,7 +88,10 @@ def test_collecting_before_the_first_step_changes_nothing(tmp_path, optimizer, g
         if gradients:
             model(torch.tensor([[1, 2]])).sum().backward()
         if collects:
-            save(tmp_path, 0, collect(model, optim))
+            state = collect(model, optim)
+            names = {name for name, _ in model.named_parameters()}
+            assert set(state["optimizer"]) == (set() if optimizer == "sgd" else names)
+            save(tmp_path, 0, state)
         train(model, optim, 0, 2)
         return bits_of(model, optim)
 

@@ -1,6 +1,7 @@
 """Whole training runs that are stopped, broken and continued."""
 
 import json
+import shutil
 import signal
 from pathlib import Path
 
@@ -173,3 +174,24 @@ def test_no_worker_survives_its_launcher(tmp_path):
     process.kill()
     process.communicate(timeout=SECONDS)  # ends when the last worker closes the pipe
     assert all(state(worker) in ("Z", None) for worker in workers)
+
+
+def test_damaged_checkpoints_are_never_silently_trained_over(straight, tmp_path):
+    """The newest damaged: continue from the one before it, and say so. All damaged: refuse."""
+    out = shutil.copytree(straight, tmp_path / "run")
+    run = write_run(tmp_path)
+    for name in ("step-00000012", "step-00000008", "step-00000004"):
+        shard = out / "checkpoints" / name / "__0_0.distcp"
+        content = bytearray(shard.read_bytes())
+        content[len(content) // 2] ^= 1
+        shard.write_bytes(content)
+        if name == "step-00000012":
+            code, output = shardwise("train", run, "--nproc", "2", "--out", out)
+            assert code == 0, output
+            assert "step-00000012 is skipped: __0_0.distcp is damaged" in output
+            assert "continuing after step 8" in output
+            assert trajectory(out) == trajectory(straight)
+            shutil.rmtree(out / "checkpoints" / "step-00000012")
+    code, output = shardwise("train", run, "--nproc", "2", "--out", out)
+    assert code == 2
+    assert "every checkpoint is damaged" in output

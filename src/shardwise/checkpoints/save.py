@@ -48,11 +48,11 @@ class Checkpointer:
     traffic never mixes with that of training. `directory` must be one that all ranks see, on all nodes; a run whose
     nodes share no file system cannot save (its first save fails, and says so).
 
-    With `asynchronous`, `save` only copies the state to host memory (on CUDA pinned, and kept for the next save), and a thread
-    does the rest. A failed save never stops training: `last_error` says why the latest one failed, `say` is told once,
-    on rank 0 and maybe from that thread, and earlier checkpoints stay as they are. Ranks wait for each other at most
-    `timeout` seconds, and for storage a quarter longer. If they lose touch or storage hangs (which the rank that sees
-    it says), nothing more is saved.
+    With `asynchronous`, `save` only copies the state to host memory (on CUDA into pinned buffers that are kept for the
+    next save), and a thread does the rest. A failed save never stops training: `last_error` says why the latest one
+    failed, `say` is told once, on rank 0 and maybe from that thread, and earlier checkpoints stay as they are. Ranks
+    wait for each other at most `timeout` seconds, and for storage a quarter longer. If they lose touch or storage hangs
+    (which the rank that sees it says), nothing more is saved.
 
     Raises InputError on every rank where rank 0 cannot write in `directory`.
     """

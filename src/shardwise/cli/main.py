@@ -99,7 +99,9 @@ def train(
         return run_worker(rank)
 
     import shardwise
+    from shardwise.launching import hold_stop_signals
 
+    hold_stop_signals()  # a stop that comes before the ranks do is acted on by the launcher
     require_loggers(log_names)
     command = shlex.join(["shardwise", *sys.argv[1:]])
     return shardwise.train(
@@ -135,9 +137,17 @@ def data_prepare(
     out: Annotated[Path, typer.Option("-o", "--out", help="The directory to write.")],
     tokenizer: Annotated[str, typer.Option(help="`bytes`, or a tokenizer.json.")] = "bytes",
     validation_fraction: Annotated[float, typer.Option(help="Share of documents held out for validation.")] = 0.01,
+    shard_tokens: Annotated[int, typer.Option(min=1, help="Tokens of one shard file.")] = 100_000_000,
 ) -> int:
     """Turn text into memory-mapped token shards, which `recipe.data` then names."""
     import shardwise
 
-    shardwise.prepare_data(source, out, tokenizer=tokenizer, validation_fraction=validation_fraction, progress=print)
+    shardwise.prepare_data(
+        source,
+        out,
+        tokenizer=tokenizer,
+        validation_fraction=validation_fraction,
+        shard_tokens=shard_tokens,
+        progress=print,
+    )
     return 0

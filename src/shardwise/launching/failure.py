@@ -97,7 +97,7 @@ class FailureWatch:
             self._leave()
             return int(first.split()[0])
         if code == 2:
-            tell(str(error))
+            tell(f"error: {error}")
         else:
             tell("".join(traceback.format_exception(error)) + line)
         self._leave()

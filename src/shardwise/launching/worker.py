@@ -34,7 +34,7 @@ def run_worker(body: Callable[[], int]) -> int:
     except InputError as error:
         # Before the ranks are connected all of them find the same mistake; one per node tells.
         if os.environ.get("LOCAL_RANK", "0") == "0":
-            tell(str(error))
+            tell(f"error: {error}")
         end(2)
     except BaseException:
         tell(f"rank {os.environ.get('RANK', '0')} failed:\n{traceback.format_exc().rstrip()}")

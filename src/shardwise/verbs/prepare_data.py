@@ -14,10 +14,18 @@ def prepare_data(
     *,
     tokenizer: str = "bytes",
     validation_fraction: float = 0.01,
+    shard_tokens: int = 100_000_000,
     progress: Callable[[str], None] | None = None,
 ) -> DataIndex:
     """Tokenize a text file or a tree of them into the directory `out`, which `recipe.data` then names.
 
     tokenizer: `bytes`, or the path of a Hugging Face tokenizer.json. Raises InputError.
     """
-    return prepare(Path(source), Path(out), tokenizer, validation_fraction=validation_fraction, progress=progress)
+    return prepare(
+        Path(source),
+        Path(out),
+        tokenizer,
+        validation_fraction=validation_fraction,
+        shard_tokens=shard_tokens,
+        progress=progress,
+    )

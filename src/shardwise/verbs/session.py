@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import torch
 import torch.distributed as dist
 
+from shardwise.checkpoints.manifest import list_checkpoints
 from shardwise.checkpoints.restore import find, restore
 from shardwise.checkpoints.save import Checkpointer
 from shardwise.checkpoints.state import apply, collect
@@ -20,7 +21,7 @@ from shardwise.parallel.process import Process
 from shardwise.planner.parameters import count_parameters
 from shardwise.report.loggers import Background
 from shardwise.report.progress import ProgressLine
-from shardwise.spec import Step
+from shardwise.spec import InputError, Step
 from shardwise.spec.numbers import human
 from shardwise.training.batches import Batches
 from shardwise.training.loop import Trainer
@@ -135,6 +136,11 @@ class Session:
         """Load the newest complete checkpoint onto this layout, if there is one; returns its step."""
         entry = find(self.job.checkpoints, say=self._progress.say)
         if entry is None:
+            if any(found.checkpoint for found in list_checkpoints(self.job.checkpoints)):
+                raise InputError(
+                    f"{self.job.checkpoints}: every checkpoint is damaged; restore one from a copy, or use another "
+                    "--out"
+                )
             return 0
         state = collect(self._module, self.trainer.optimizer)
         restore(entry.path, state)
