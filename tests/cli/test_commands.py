@@ -70,6 +70,12 @@ def test_mistakes_are_found_before_a_rank_starts(capsys, tmp_path, words, messag
     assert not (tmp_path / "out" / "run.yaml").exists()
 
 
+def test_run_fields_are_refused_where_no_run_is(capsys, tmp_path):
+    code, _, err = run_main(capsys, "generate", tmp_path, "--recipe.steps", "3")
+    assert code == 2
+    assert "--recipe.steps is a field of a Run, and generate takes none" in err
+
+
 def test_no_such_run_file(capsys, tmp_path):
     write_run(tmp_path)
     code, _, err = run_main(capsys, "train", tmp_path / "rum.yaml")

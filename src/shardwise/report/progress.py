@@ -43,7 +43,9 @@ class ProgressLine:
         self._task = TaskID(0)
         if shown and sys.stdout.isatty():
             columns = (BarColumn(bar_width=20), TextColumn("{task.description}"), TimeRemainingColumn())
-            self._bar = Progress(*columns, console=Console(file=sys.stdout, highlight=False), transient=True)
+            self._bar = Progress(
+                *columns, console=Console(file=sys.stdout, highlight=False), transient=True, refresh_per_second=4
+            )
             self._task = self._bar.add_task("starting", total=total)
 
     def __enter__(self) -> Self:
