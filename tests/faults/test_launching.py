@@ -221,7 +221,7 @@ def test_ranks_that_end_by_themselves_within_the_grace_are_not_killed():
 def test_a_wrong_input_is_told_once_and_ends_with_2():
     launched = Launched(rank(setup="from shardwise.spec import InputError; raise InputError('recipe.data: no such')"))
     assert launched.finish() == 2
-    assert launched.lines == ["recipe.data: no such"]
+    assert launched.lines == ["error: recipe.data: no such"]
 
 
 def test_an_exception_in_a_rank_ends_with_3_and_its_traceback():

@@ -56,7 +56,7 @@ def test_one_error_ends_ranks_that_are_stuck_in_a_collective(failing):
 def test_a_wrong_input_on_one_rank_is_told_without_traceback_and_ends_with_2():
     # Rank 1 does not talk to rank 0, so nothing but the watch can end it.
     done = two_ranks("if rank == 0: raise InputError('recipe.data: no such directory')\n        time.sleep(600)")
-    assert (done.returncode, done.stderr) == (2, "recipe.data: no such directory\n")
+    assert (done.returncode, done.stderr) == (2, "error: recipe.data: no such directory\n")
 
 
 def test_a_host_that_is_killed_ends_the_others():
@@ -107,7 +107,7 @@ def marked(store, error, rank=1) -> int:
 def test_only_the_first_failure_is_told_and_its_code_is_everybodys(capsys):
     store = Stored()
     assert marked(store, InputError("recipe.data: no such\nKnown: builtin")) == 2
-    assert capsys.readouterr().err == "recipe.data: no such\nKnown: builtin\n"
+    assert capsys.readouterr().err == "error: recipe.data: no such\nKnown: builtin\n"
     assert marked(store, RuntimeError("connection closed by peer"), rank=0) == 2
     assert capsys.readouterr().err == ""
 

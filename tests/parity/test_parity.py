@@ -17,6 +17,7 @@ from shardwise.data import Order
 from shardwise.parallel.apply import build_parallel
 from shardwise.parallel.mesh import build_mesh
 from shardwise.spec import Run, load_run
+from shardwise.training import loss_scale
 from shardwise.training.batches import Batches
 from shardwise.training.loop import Trainer
 
@@ -59,6 +60,7 @@ class Result:
     losses: list[float]
     norms: list[float]
     final: dict[str, torch.Tensor]
+    scales: list[float | None]
 
 
 def make_run(model: str, layout: dict, precision: str, micro_batch: int) -> Run:
@@ -97,7 +99,8 @@ def train(run: Run) -> Result:
     batches = Batches(stream, order, run.layout, mesh.data_rank, run.model.vocabulary, device)
     steps = list(Trainer(run, module, device, wants_stop=lambda: False).steps(batches, order, 0))
     batches.close()
-    return Result(initial, [s.loss for s in steps], [s.grad_norm for s in steps], full_weights(module))
+    final = full_weights(module)
+    return Result(initial, [s.loss for s in steps], [s.grad_norm for s in steps], final, [s.loss_scale for s in steps])
 
 
 @cache
@@ -141,3 +144,34 @@ def test_bf16_is_the_same_arithmetic_on_every_layout(ranks, layout):
     assert result.norms == pytest.approx(reference.norms, rel=2e-2)
     exact = _reference(ranks, "llama", "fp64")
     assert result.losses == pytest.approx(exact.losses, rel=5e-3)
+
+
+def train_with_scale(run: Run, first_scale: float) -> tuple[Result, list[float]]:
+    before, loss_scale._FIRST = loss_scale._FIRST, first_scale
+    try:
+        result = train(run)
+    finally:
+        loss_scale._FIRST = before
+    return result, result.scales
+
+
+@pytest.mark.parametrize("layout", ["one process, FSDP", "DDP×2", "FSDP×2, zero 3", "HSDP 2×2, zero 2"])
+def test_fp16_with_loss_scale_is_the_same_on_every_layout(ranks, layout):
+    run = make_run("llama", LAYOUTS[layout], "fp16", 1)
+    reference = _reference(ranks, "llama", "fp16")
+    result = ranks(run.layout.world).run(train, run)[0]
+    exact = _reference(ranks, "llama", "fp64")
+    assert result.losses == pytest.approx(reference.losses, rel=5e-4)
+    assert result.norms == pytest.approx(reference.norms, rel=5e-3)
+    assert result.losses == pytest.approx(exact.losses, rel=1e-3)
+    assert result.scales == [2.0**16] * STEPS
+
+
+@pytest.mark.parametrize("layout", ["one process", "DDP×2", "FSDP×4, zero 3", "HSDP 2×2, zero 3"])
+def test_fp16_overflow_skips_the_update_on_every_rank(ranks, layout):
+    """At first the scale is far too high: nothing changes but the scale, on all ranks alike."""
+    run = make_run("llama", LAYOUTS[layout], "fp16", 1)
+    for result, scales in ranks(run.layout.world).run(train_with_scale, run, 2.0**60):
+        assert scales == [2.0**60, 2.0**59, 2.0**58]
+        assert result.norms == [None] * STEPS
+        assert largest_difference(result.final, result.initial) == 0

@@ -11,7 +11,8 @@ from shardwise.report.progress import ProgressLine, step_line
 from shardwise.spec import InputError, Step
 
 STEP = Step(
-    step=3, tokens=3000, loss=2.5, grad_norm=0.5, lr=1e-3, step_seconds=0.1, tokens_per_second=10_000.0, mfu=0.412,
+    step=3, tokens=3000, loss=2.5, grad_norm=0.5, lr=1e-3, loss_scale=None, step_seconds=0.1, tokens_per_second=10_000.0,
+    mfu=0.412,
     mfu_full_attention=0.43, hfu=0.412, peak_memory_gib=1.5, data_wait_fraction=0.25,
 )  # fmt: skip
 

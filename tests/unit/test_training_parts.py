@@ -10,6 +10,8 @@ from shardwise.model.decoder import Decoder
 from shardwise.model.loss import IGNORED, cross_entropy_sum
 from shardwise.spec import Optimizer, load_run
 from shardwise.spec.presets import model_preset
+from shardwise.training import loss_scale
+from shardwise.training.loss_scale import LossScale
 from shardwise.training.metrics import Journal, Utilisation
 from shardwise.training.optimizer import build_optimizer
 from shardwise.training.schedule import learning_rate
@@ -104,3 +106,19 @@ def test_journal_of_a_new_run_drops_everything(tmp_path):
     path.write_text('{"step": 1}\n')
     Journal(path, 0).close()
     assert path.read_text() == ""
+
+
+def test_loss_scale_halves_at_once_and_doubles_slowly(monkeypatch):
+    monkeypatch.setattr(loss_scale, "_GROWTH_INTERVAL", 3)
+    scale = LossScale("fp16")
+    seen = []
+    for finite in (False, True, True, False, True, True, True, True):
+        scale.update(finite)
+        seen.append(scale.value / 2**16)
+    assert seen == [0.5, 0.5, 0.5, 0.25, 0.25, 0.25, 0.5, 0.5]
+    other = LossScale("fp16")
+    other.load(scale.state())
+    for finite in (True, True):
+        other.update(finite)
+    assert other.value == 2**16  # one good step was carried over
+    assert LossScale("bf16").state() == {}

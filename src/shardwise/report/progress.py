@@ -20,7 +20,7 @@ def step_line(step: Step, total: int) -> str:
     parts = [
         f"step {step.step}/{total}",
         f"loss {step.loss:.4f}",
-        f"grad_norm {step.grad_norm:.3f}",
+        f"grad_norm {step.grad_norm:.3f}" if step.grad_norm is not None else "overflow, skipped",
         f"lr {step.lr:.2e}",
         f"{human(step.tokens_per_second)} tokens/s",
     ]

@@ -80,12 +80,12 @@ def not_trainable(layout: Layout, recipe: Recipe) -> Iterator[str]:
         yield "recipe.steps or recipe.tokens is required for training"
     precision = recipe.precision
     wide = {precision.parameters, precision.gradients, precision.moments}
-    if len(wide) > 1 or precision.parameters == "bf16":
+    if len(wide) > 1 or precision.parameters in ("bf16", "fp16"):
         yield (
             f"recipe.precision: parameters {precision.parameters}, gradients {precision.gradients} and moments "
             f"{precision.moments} must be one of fp32 or fp64; nearest: fp32 for all three"
         )
-    elif precision.compute not in ("bf16", precision.parameters):
+    elif precision.compute not in ("bf16", "fp16", precision.parameters):
         yield (
             f"recipe.precision.compute {precision.compute} does not go with parameters {precision.parameters}; "
             f"nearest: {precision.parameters}"

@@ -10,18 +10,19 @@ from pydantic import model_validator
 from shardwise.spec.noun import Noun, unknown
 from shardwise.spec.numbers import Count, CountOrZero, Fraction, NotNegative, Positive
 
-Dtype = Literal["fp64", "fp32", "bf16"]
+Dtype = Literal["fp64", "fp32", "bf16", "fp16"]
 
 _PRECISIONS = {
     # Parameters are the fp32 master copy; each layer casts them to the compute type where it uses them.
     "bf16": {"parameters": "fp32", "compute": "bf16", "gradients": "fp32", "reduce": "fp32", "moments": "fp32"},
+    "fp16": {"parameters": "fp32", "compute": "fp16", "gradients": "fp32", "reduce": "fp32", "moments": "fp32"},
     "fp32": dict.fromkeys(("parameters", "compute", "gradients", "reduce", "moments"), "fp32"),
     "fp64": dict.fromkeys(("parameters", "compute", "gradients", "reduce", "moments"), "fp64"),
 }
 
 
 class Precision(Noun):
-    """The dtype of everything that has one. `bf16`, `fp32` and `fp64` name the usual combinations."""
+    """The dtype of everything that has one. `bf16`, `fp16`, `fp32` and `fp64` name the usual combinations."""
 
     parameters: Dtype = "fp32"  # what the optimizer updates
     compute: Dtype = "bf16"

@@ -16,8 +16,9 @@ class Step:
     step: int  # 1 for the first
     tokens: int  # trained on so far, over all ranks
     loss: float  # nats per token, mean over the global batch
-    grad_norm: float  # before clipping
+    grad_norm: float | None  # before clipping; None where fp16 overflowed and the update was skipped
     lr: float
+    loss_scale: float | None  # fp16 only
     step_seconds: float
     tokens_per_second: float  # over all ranks
     mfu: float | None

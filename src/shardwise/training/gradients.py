@@ -20,3 +20,13 @@ def clip_gradients(module: nn.Module, norm: Tensor, largest: float) -> None:
     """Scale the gradient so that its norm, which is `norm` now, does not exceed `largest` (0: leave it)."""
     if largest > 0:
         clip_grads_with_norm_(module.parameters(), largest, norm, foreach=True)
+
+
+@torch.no_grad()
+def scale_gradients(module: nn.Module, factor: float) -> None:
+    """Multiply every gradient that this rank holds."""
+    torch._foreach_mul_([_local(p.grad) for p in module.parameters() if p.grad is not None], factor)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

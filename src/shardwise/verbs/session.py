@@ -81,7 +81,7 @@ class Session:
         """Commit a checkpoint of the state after `step`; in the background, unless the Run says otherwise."""
         self._checkpointer.save(
             step.step,
-            collect(self._module, self.trainer.optimizer),
+            collect(self._module, self.trainer.optimizer) | self.trainer.loss_scale.state(),
             tokens=step.tokens,
             run=self.job.run.dump(),
             data=self.job.data.fingerprint,
@@ -142,9 +142,10 @@ class Session:
                     "--out"
                 )
             return 0
-        state = collect(self._module, self.trainer.optimizer)
+        state = collect(self._module, self.trainer.optimizer) | self.trainer.loss_scale.state()
         restore(entry.path, state)
         apply(self._module, self.trainer.optimizer, state)
+        self.trainer.loss_scale.load(state)
         self._progress.say(f"continuing after step {entry.step} from {entry.path}")
         return entry.step
 
