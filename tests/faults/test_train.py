@@ -3,6 +3,7 @@
 import json
 import shutil
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -116,7 +117,7 @@ def test_a_failing_rank_names_itself_and_the_others_end(tmp_path):
     out = tmp_path / "run"
     code, output = launch_patched(
         "if rank == 1 and step == 6: raise RuntimeError('the card fell out')", 2,
-        "train", write_run(tmp_path), "--out", out, "--layout.dp_shard", "2", "--layout.micro_batch", "4",
+        "train", write_run(tmp_path, checkpoint={"every": 4, "asynchronous": False}), "--out", out, "--layout.dp_shard", "2", "--layout.micro_batch", "4",
     )  # fmt: skip
     assert code == 3
     assert output.count("rank 1 (dp_replicate 0, dp_shard 1) failed: RuntimeError: the card fell out") == 1
@@ -173,7 +174,10 @@ def test_no_worker_survives_its_launcher(tmp_path):
     assert len(workers) == 2
     process.kill()
     process.communicate(timeout=SECONDS)  # ends when the last worker closes the pipe
-    assert all(state(worker) in ("Z", None) for worker in workers)
+    deadline = time.monotonic() + SECONDS
+    while not all(state(worker) in ("Z", None) for worker in workers):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
 def test_damaged_checkpoints_are_never_silently_trained_over(straight, tmp_path):

@@ -44,11 +44,11 @@ def train(
         return run_worker(rank)
 
     import shardwise
-    from shardwise.launching import hold_stop_signals
+    from shardwise.launching import stop_signals_held
 
-    hold_stop_signals()  # a stop that comes before the ranks do is acted on by the launcher
     require_loggers(log_names)
     command = shlex.join(["shardwise", *sys.argv[1:]])
-    return shardwise.train(
-        load_run(run, context.obj), out=out, nproc=nproc, log=log_names, how_to_continue=f"continue with: {command}"
-    )
+    with stop_signals_held():  # a stop that comes before the ranks do is acted on by the launcher
+        return shardwise.train(
+            load_run(run, context.obj), out=out, nproc=nproc, log=log_names, how_to_continue=f"continue with: {command}"
+        )
