@@ -18,10 +18,15 @@ def materialize(module: nn.Module, model: Model, seed: int, device: torch.device
     """
     module.to_empty(device=device)
     for name, parameter in module.named_parameters():
-        full = initial_value(model, name, parameter.shape, seed, device).to(parameter.dtype)
-        if isinstance(parameter, DTensor):
-            # src_data_rank=None: cut the local tensor instead of scattering rank 0's.
-            part = distribute_tensor(full, parameter.device_mesh, parameter.placements, src_data_rank=None)
-            parameter.to_local().copy_(part.to_local())
-        else:
-            parameter.copy_(full)
+        _fill(parameter, name, model, seed, device)
+
+
+def _fill(parameter: nn.Parameter, name: str, model: Model, seed: int, device: torch.device) -> None:
+    # A function of its own, so that the full tensor is gone before the next one is drawn.
+    full = initial_value(model, name, parameter.shape, seed, device).to(parameter.dtype)
+    if isinstance(parameter, DTensor):
+        # src_data_rank=None: cut the local tensor instead of scattering rank 0's.
+        part = distribute_tensor(full, parameter.device_mesh, parameter.placements, src_data_rank=None)
+        parameter.to_local().copy_(part.to_local())
+    else:
+        parameter.copy_(full)
