@@ -11,9 +11,17 @@ from typing import Any
 __version__ = "0.1.0"
 
 _VERBS = {
+    "compare": "shardwise.verbs.compare",
+    "explain": "shardwise.verbs.explain",
+    "export_checkpoint": "shardwise.verbs.checkpoint",
     "generate": "shardwise.verbs.generate",
+    "import_checkpoint": "shardwise.verbs.checkpoint",
+    "list_checkpoints": "shardwise.verbs.checkpoint",
+    "plan": "shardwise.verbs.plan",
     "prepare_data": "shardwise.verbs.prepare_data",
     "train": "shardwise.verbs.train",
+    "verify_checkpoint": "shardwise.verbs.checkpoint",
+    "whatif": "shardwise.verbs.compare",
 }
 
 __all__ = ["__version__", *_VERBS]

@@ -115,9 +115,10 @@ def test_sigterm_during_evaluation_does_not_wait_for_it(tmp_path):
 
 def test_a_failing_rank_names_itself_and_the_others_end(tmp_path):
     out = tmp_path / "run"
+    run = write_run(tmp_path, checkpoint={"every": 4, "asynchronous": False})
     code, output = launch_patched(
         "if rank == 1 and step == 6: raise RuntimeError('the card fell out')", 2,
-        "train", write_run(tmp_path, checkpoint={"every": 4, "asynchronous": False}), "--out", out, "--layout.dp_shard", "2", "--layout.micro_batch", "4",
+        "train", run, "--out", out, "--layout.dp_shard", "2", "--layout.micro_batch", "4",
     )  # fmt: skip
     assert code == 3
     assert output.count("rank 1 (dp_replicate 0, dp_shard 1) failed: RuntimeError: the card fell out") == 1

@@ -35,7 +35,7 @@ def test_what_is_in_it(tmp_path: Path, library: Path) -> None:
 
 def test_it_is_prepared_once(tmp_path: Path, library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = builtin_data(tmp_path / "cache")
-    monkeypatch.setattr(builtin_module, "prepare_documents", None)
+    monkeypatch.setattr(builtin_module, "prepare_sources", None)
     assert builtin_data(tmp_path / "cache") == first
 
 
@@ -91,7 +91,7 @@ def test_several_processes_at_once_and_no_torch(tmp_path: Path) -> None:
     program = (
         "import sys; from shardwise.data import open_data, resolve_data\n"
         "data = open_data(resolve_data('builtin')); assert 'torch' not in sys.modules\n"
-        "print(data.directory, data.fingerprint, data.train.tokens > 10**6, data.validation.tokens > 10**4)"
+        "print(data.name, data.fingerprint, data.train.tokens > 10**6, data.validation.tokens > 10**4)"
     )
     environment = {**os.environ, "SHARDWISE_CACHE": str(tmp_path / "cache")}
     processes = [

@@ -11,9 +11,12 @@ import numpy as np
 import pytest
 
 from shardwise.data import check_vocabulary, open_data, prepare
+from shardwise.data import encode as encode_module
 from shardwise.data import shards as shards_module
-from shardwise.data.documents import Document, TextFiles
-from shardwise.data.prepare import prepare_documents
+from shardwise.data.documents import Options
+from shardwise.data.files import File
+from shardwise.data.prepare import prepare_sources
+from shardwise.data.sources import Sources
 from shardwise.data.tokenizer import ByteTokenizer
 from shardwise.spec import InputError
 
@@ -175,7 +178,7 @@ def test_bad_sources(tmp_path: Path) -> None:
         "absent": "absent: no such file or directory",
         "empty": "empty: holds no text$",
         "image.png": r"image.png: holds no text; left out: 1 not text: image.png \(binary: it has NUL bytes\)",
-        "pipe": "pipe: is neither a text file nor a directory",
+        "pipe": "pipe: is neither a file nor a directory",
         "loop": "loop: no such file or directory",
     }.items():
         with pytest.raises(InputError, match=message):
@@ -199,9 +202,9 @@ def test_outputs_that_are_taken(tmp_path: Path, source: Path) -> None:
     assert names(tmp_path) == ["file", "full", "source"]
 
 
-@pytest.mark.parametrize("call", [1, 3, 5])
+@pytest.mark.parametrize("call", range(1, 10))
 def test_full_disk(tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch, call: int) -> None:
-    """The disk fills up at the call-th sync: in a shard, in token_bytes, in the index."""
+    """The disk fills up at the call-th sync: of a piece, a shard, what is noted of them, or the index."""
     real, calls = os.fsync, 0
 
     def fsync(descriptor: int) -> None:
@@ -212,44 +215,53 @@ def test_full_disk(tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch
         real(descriptor)
 
     monkeypatch.setattr(os, "fsync", fsync)
-    with pytest.raises(InputError, match="out: cannot be written: No space left on device; nothing was left there"):
-        prepare(source, tmp_path / "out", shard_tokens=3000)
+    lines: list[str] = []
+    left = "; nothing was left there" if call == 1 else "$"
+    with pytest.raises(InputError, match=f"out: cannot be written: No space left on device{left}"):
+        prepare(source, tmp_path / "out", shard_tokens=4000, say=lines.append)
     assert calls == call
-    assert names(tmp_path) == ["source"]
-    prepare(source, tmp_path / "out", shard_tokens=3000)
+    assert names(tmp_path) == (["source"] if call == 1 else [".out.partial", "source"])
+    assert (lines[-1:] == []) if call == 1 else lines[-1].endswith(".out.partial, and is continued by the same command")
+    prepare(source, tmp_path / "out", shard_tokens=4000)
     open_data(tmp_path / "out")
+    assert names(tmp_path) == ["out", "source"]
+    prepare(source, tmp_path / "straight", shard_tokens=4000)
+    for path in (tmp_path / "straight").iterdir():
+        assert path.read_bytes() == (tmp_path / "out" / path.name).read_bytes()
 
 
-def test_an_interrupt_leaves_nothing(tmp_path: Path, source: Path) -> None:
-    def interrupt(line: str) -> None:
+def test_an_interrupt_before_any_text_leaves_nothing(
+    tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*_: Any) -> None:
         raise KeyboardInterrupt
 
+    monkeypatch.setattr(encode_module, "read_span", interrupt)
     with pytest.raises(KeyboardInterrupt):
-        prepare(source, tmp_path / "out", progress=interrupt)
+        prepare(source, tmp_path / "out")
     assert names(tmp_path) == ["source"]
 
 
 @pytest.mark.parametrize(
-    "change",
+    ("change", "message"),
     [
-        lambda source: (source / "03.txt").write_text("other\n"),
-        lambda source: (source / "03.txt").write_bytes(b"\xff"),
-        lambda source: (source / "03.txt").unlink(),
-        lambda source: (source / "19.txt").unlink(),
-        lambda source: (source / "99.txt").write_text("new\n"),
+        (lambda path: path.write_text("other\n"), "03.txt: changed while it was being read; prepare again"),
+        (lambda path: path.unlink(), "03.txt: cannot be read: No such file"),
     ],
-    ids=["rewritten", "no longer text", "removed", "last removed", "added"],
+    ids=["rewritten", "removed"],
 )
-def test_a_source_that_changes_between_the_passes(tmp_path: Path, source: Path, change: Callable[[Path], Any]) -> None:
-    class Changing:
-        passes = 0
+def test_a_source_that_changes_while_it_is_read(
+    tmp_path: Path, source: Path, change: Callable[[Path], Any], message: str
+) -> None:
+    class Changing(Sources):
+        def __iter__(self) -> Iterator[File]:
+            passes.append(1)
+            for file in super().__iter__():
+                if len(passes) == 2 and file.name == "03.txt":
+                    change(Path(file.path))
+                yield file
 
-        def __iter__(self) -> Iterator[Document]:
-            self.passes += 1
-            if self.passes == 2:
-                change(source)
-            return iter(TextFiles(source))
-
-    with pytest.raises(InputError, match="prepare again"):
-        prepare_documents(Changing(), tmp_path / "out", ByteTokenizer())
+    passes: list[int] = []
+    with pytest.raises(InputError, match=message):
+        prepare_sources(Changing((str(source),)), tmp_path / "out", ByteTokenizer(), Options())
     assert names(tmp_path) == ["source"]

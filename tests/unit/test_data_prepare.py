@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from shardwise.data import DataIndex, open_data, prepare
+from shardwise.data import assemble as assemble_module
 from shardwise.data import documents as documents_module
 from shardwise.data.holdout import hold_out
 from shardwise.spec import InputError
@@ -50,7 +51,7 @@ def test_a_tree_in_the_order_of_its_paths(tmp_path: Path) -> None:
         },
     )
     lines: list[str] = []
-    index = prepare(source, tmp_path / "out", validation_fraction=0, progress=lines.append)
+    index = prepare(source, tmp_path / "out", validation_fraction=0, say=lines.append)
     assert texts(tmp_path / "out", "train") == [x.encode() for x in ("Z", "abc", "az", "a.", "b", "ünï\r\n")]
     assert index.train.documents == 6
     assert (index.validation.documents, index.validation.files) == (0, ())
@@ -69,7 +70,7 @@ def test_binary_files_are_left_out_and_named(tmp_path: Path) -> None:
         },
     )
     lines: list[str] = []
-    index = prepare(source, tmp_path / "out", validation_fraction=0, progress=lines.append)
+    index = prepare(source, tmp_path / "out", validation_fraction=0, say=lines.append)
     assert texts(tmp_path / "out", "train") == [b"text\n", b"ok"]
     assert index.train.documents == 2
     assert any(
@@ -93,7 +94,7 @@ def test_links_are_followed_but_loops_are_not(tmp_path: Path) -> None:
 
 
 def test_long_documents_are_read_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(documents_module, "PIECE_BYTES", 16)
+    monkeypatch.setattr(documents_module, "CHUNK_BYTES", 16)
     contents = [
         "line\n" * 40,
         "no line end 😀 at all " * 9,
@@ -151,7 +152,7 @@ def test_a_forced_hold_out_is_not_most_of_the_text() -> None:
 def test_one_document_gives_its_last_lines(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, copies: int, piece: int
 ) -> None:
-    monkeypatch.setattr(documents_module, "PIECE_BYTES", piece)
+    monkeypatch.setattr(documents_module, "CHUNK_BYTES", piece)
     text = "".join(f"line {number}\n" for number in range(1000)).encode()
     source = tree(tmp_path / "source", {f"{number}.txt": text for number in range(copies)})
     index = prepare(source, tmp_path / "out", validation_fraction=0.05)
@@ -170,7 +171,7 @@ def test_one_document_gives_its_last_lines(
 def test_the_tail_is_at_least_a_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, tail: str, piece: int
 ) -> None:
-    monkeypatch.setattr(documents_module, "PIECE_BYTES", piece)
+    monkeypatch.setattr(documents_module, "CHUNK_BYTES", piece)
     (tmp_path / "text").write_text(text)
     prepare(tmp_path / "text", tmp_path / "out", validation_fraction=0.01)
     assert texts(tmp_path / "out", "validation") == [tail.encode()]
@@ -181,7 +182,7 @@ def test_the_tail_is_at_least_a_line(
 def test_a_single_line_has_no_validation_and_says_so(tmp_path: Path, text: str) -> None:
     (tmp_path / "text").write_text(text)
     lines: list[str] = []
-    index = prepare(tmp_path / "text", tmp_path / "out", progress=lines.append)
+    index = prepare(tmp_path / "text", tmp_path / "out", say=lines.append)
     assert index.validation.tokens == index.validation.documents == open_data(tmp_path / "out").validation.tokens == 0
     assert texts(tmp_path / "out", "train") == [text.encode()]
     assert any(line.startswith("no validation") for line in lines)
@@ -211,9 +212,8 @@ def test_the_fingerprint_follows_the_tokens(tmp_path: Path) -> None:
 
 
 def test_shards_are_plain_npy_as_the_index_says(tmp_path: Path) -> None:
-    lines: list[str] = []
     source = tree(tmp_path / "source", many(20))
-    index = prepare(source, tmp_path / "out", validation_fraction=0, shard_tokens=64, progress=lines.append)
+    index = prepare(source, tmp_path / "out", validation_fraction=0, shard_tokens=64)
     files = index.train.files
     assert [file.tokens for file in files[:-1]] == [64] * (len(files) - 1) and 1 <= files[-1].tokens <= 64
     for number, file in enumerate(files):
@@ -222,7 +222,6 @@ def test_shards_are_plain_npy_as_the_index_says(tmp_path: Path) -> None:
         assert file.name == f"train-{number:05d}.npy" and array.dtype == np.uint16
         assert (len(array), path.stat().st_size, int(array.max())) == (file.tokens, file.bytes, file.largest_id)
         assert hashlib.sha256(path.read_bytes()).hexdigest() == file.sha256
-    assert sum(line.startswith("train-0") for line in lines) == len(files)
     assert DataIndex.load(index.dump()) == index
 
 
@@ -232,7 +231,7 @@ def test_existing_output(tmp_path: Path) -> None:
     first = prepare(source, out)
     before = {path.name: path.stat().st_mtime_ns for path in out.iterdir()}
     lines: list[str] = []
-    assert prepare(source, out, progress=lines.append) == first
+    assert prepare(source, out, say=lines.append) == first
     assert "is reused" in lines[-1]
     for arguments in ({"validation_fraction": 0.5}, {"shard_tokens": 3}):
         with pytest.raises(InputError, match="already holds data prepared from other text, or with another"):
@@ -250,3 +249,18 @@ def test_an_existing_output_that_is_damaged_is_not_reused(tmp_path: Path) -> Non
     (out / "train-00000.npy").unlink()
     with pytest.raises(InputError, match=r"train-00000\.npy"):
         prepare(source, out)
+
+
+@pytest.mark.parametrize("block", [1, 3, 1000])
+@pytest.mark.parametrize("shard_tokens", [1, 17, 10_000])
+def test_shards_are_written_in_blocks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block: int, shard_tokens: int
+) -> None:
+    monkeypatch.setattr(assemble_module, "_BLOCK", block)
+    monkeypatch.setattr(documents_module, "PIECE_BYTES", 100)
+    source = tree(tmp_path / "source", {f"{number}": f"{number}\n" * (number % 5 + 1) for number in range(30)})
+    prepare(source, tmp_path / "out", validation_fraction=0.3, shard_tokens=shard_tokens, workers=1)
+    train, validation = texts(tmp_path / "out", "train"), texts(tmp_path / "out", "validation")
+    assert 3 < len(validation) < 20
+    expected = sorted(path.read_bytes() for path in source.iterdir())
+    assert sorted(train + validation) == expected

@@ -1,11 +1,16 @@
 """Tokenizers: bytes, and tokenizer.json files built here."""
 
+import pickle
+import threading
 from pathlib import Path
 
 import pytest
+import tiktoken
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
+from shardwise.data import files as files_module
 from shardwise.data import load_tokenizer, open_data, prepare
+from shardwise.data import tiktoken_encoding as tiktoken_module
 from shardwise.spec import InputError
 
 CORPUS = ["the quick brown fox", "the lazy dog", "naïve café – ünïcode 😀"] * 20
@@ -94,6 +99,78 @@ def test_faults(tmp_path: Path) -> None:
             load_tokenizer(str(tmp_path / "bad.json"))
 
 
+@pytest.fixture
+def small_gpt2(monkeypatch: pytest.MonkeyPatch) -> None:
+    """tiktoken's gpt2, with only a few merges."""
+    ranks = {bytes([byte]): byte for byte in range(256)} | {b"th": 256, b"the": 257, b" q": 258, "ï".encode(): 300}
+    small = tiktoken.Encoding(
+        "gpt2", pat_str=r" ?\S+|\s+", mergeable_ranks=ranks, special_tokens={"<|endoftext|>": 301}
+    )
+    monkeypatch.setattr(tiktoken, "get_encoding", lambda name: small)
+
+
+def test_tiktoken(small_gpt2: None) -> None:
+    tokenizer = load_tokenizer("gpt2")
+    ids = tokenizer.encode(TEXT)
+    assert 257 in ids and 258 in ids and 300 in ids
+    assert tokenizer.decode([*ids, tokenizer.end_of_document]) == TEXT
+    assert (tokenizer.vocabulary, tokenizer.end_of_document) == (302, 301)  # with holes
+    sizes = tokenizer.token_bytes()
+    assert sizes[ids].sum() == len(TEXT.encode())
+    assert sizes[257:].tolist() == [3, 2, *[0] * 41, 2, 0]
+    assert tokenizer.end_of_document not in tokenizer.encode("a<|endoftext|>b")
+    assert tokenizer.decode(tokenizer.encode("a<|endoftext|>b")) == "a<|endoftext|>b"
+    copy = pickle.loads(pickle.dumps(tokenizer))  # as workers get it
+    assert (copy.encode(TEXT) == ids).all() and copy.sha256 == tokenizer.sha256
+
+
+def test_data_keeps_a_tiktoken_table(tmp_path: Path, small_gpt2: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a.txt").write_text(TEXT, newline="")
+    index = prepare(tmp_path / "a.txt", tmp_path / "out", "gpt2", validation_fraction=0, workers=1)
+    monkeypatch.setattr(tiktoken, "get_encoding", None)  # neither the cache nor the network is asked again
+    data = open_data(tmp_path / "out")
+    assert data.tokenizer.decode(data.train.read(0, data.train.tokens)) == TEXT  # type: ignore[union-attr]
+    assert data.tokenizer.encode(TEXT).tolist() == data.train.read(0, data.train.tokens - 1).tolist()  # type: ignore[union-attr]
+    assert (index.tokenizer.kind, index.tokenizer.sha256) == ("tiktoken", data.tokenizer.sha256)
+    table = tmp_path / "out" / "tiktoken.json"
+    table.write_text(table.read_text().replace('"gpt2"', '"gpt3"'))
+    with pytest.raises(InputError, match=r"tiktoken\.json: is corrupt: its SHA-256 differs from the index"):
+        open_data(tmp_path / "out")
+    table.write_text("{")
+    with pytest.raises(InputError, match=r"tiktoken\.json: is corrupt"):
+        open_data(tmp_path / "out")
+
+
+def test_tiktoken_that_cannot_be_had(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_network(name: str) -> None:
+        raise ConnectionError("no route to host")
+
+    monkeypatch.setattr(tiktoken, "get_encoding", no_network)
+    with pytest.raises(
+        InputError,
+        match=r"tokenizer gpt2: .* could not be downloaded \(ConnectionError: no route to host\); "
+        r"set TIKTOKEN_CACHE_DIR to .* or give the path of a tokenizer\.json instead",
+    ):
+        load_tokenizer("gpt2")
+    monkeypatch.setattr(tiktoken_module, "_DOWNLOAD_SECONDS", 0.01)
+    monkeypatch.setattr(tiktoken, "get_encoding", lambda name: threading.Event().wait(1))
+    with pytest.raises(InputError, match="TimeoutError: no answer within"):
+        load_tokenizer("gpt2")
+    monkeypatch.setattr(files_module.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(InputError, match=r"tokenizer gpt2: needs a package .* pip install 'shardwise\[tiktoken\]'"):
+        load_tokenizer("gpt2")
+
+
+def test_names_of_tokenizers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name, near in (("gtp2", "gpt2"), ("cl100k", "cl100k_base"), ("byte", "bytes")):
+        with pytest.raises(InputError, match=f"tokenizer {name}: no such file; did you mean '{near}'"):
+            load_tokenizer(name)
+    (tmp_path / "gpt2").mkdir()
+    byte_level(tmp_path / "gpt2" / "tokenizer.json")
+    assert load_tokenizer("./gpt2").vocabulary == 300  # a path, not the encoding
+
+
 def test_prepare_keeps_the_tokenizer(tmp_path: Path) -> None:
     path = byte_level(tmp_path / "mine.json")
     source = tmp_path / "source"
@@ -115,7 +192,7 @@ def test_a_tokenizer_that_changes_text_is_reported(tmp_path: Path) -> None:
     backend.save(str(tmp_path / "words.json"))
     (tmp_path / "text.txt").write_text("the fox jumps\nthe dog\n")
     lines: list[str] = []
-    prepare(tmp_path / "text.txt", tmp_path / "out", str(tmp_path / "words.json"), progress=lines.append)
+    prepare(tmp_path / "text.txt", tmp_path / "out", str(tmp_path / "words.json"), say=lines.append)
     assert any("this tokenizer changes text" in line for line in lines)
 
 

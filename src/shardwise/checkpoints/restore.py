@@ -38,12 +38,15 @@ def find(
     return choose(entries, say=say if rank == 0 else lambda _: None, check=check)
 
 
-def restore(path: Path, state: Mapping[str, Any], process_group: dist.ProcessGroup | None = None) -> None:
+def restore(
+    path: Path, state: Mapping[str, Any], process_group: dist.ProcessGroup | None = None, *, cast: bool = False
+) -> None:
     """Load a checkpoint in place into the tensors of `state`, each rank reading only its own shards.
 
     `state` is a nested mapping of tensors and DTensors as `state.collect` gives it; its layout may differ from the one
     that was saved. What the checkpoint has beyond it is left alone, and so are generator states (`rng/N`) that it does
-    not have. Called on every rank; every tensor must have the saved global shape and dtype.
+    not have. Called on every rank; every tensor must have the saved global shape and dtype. With `cast`, floating-point
+    tensors may have another dtype, to which the saved ones are converted.
 
     Raises InputError on every rank: where the directory holds no readable checkpoint, or naming the tensors that are
     missing or differ (nothing is loaded then); or where a shard is damaged (part of it may be loaded then, so `find` or
@@ -56,6 +59,11 @@ def restore(path: Path, state: Mapping[str, Any], process_group: dist.ProcessGro
         index = reader.read_metadata().state_dict_metadata
         found = {key: (m.size, m.properties.dtype) for key, m in index.items() if isinstance(m, TensorStorageMetadata)}
         wanted = {key: tensor for key, tensor in wanted.items() if key in found or not key.startswith(RNG)}
+        if cast:
+            found = {
+                key: (size, wanted[key].dtype if key in wanted and dtype.is_floating_point else dtype)
+                for key, (size, dtype) in found.items()
+            }
         refuse(str(path), mismatches(wanted, found))
     except InputError as error:
         problem = str(error)

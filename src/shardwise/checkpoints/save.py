@@ -89,7 +89,7 @@ class Checkpointer:
         """
         self.wait()
         manifest = Checkpoint(
-            step=step, tokens=tokens, world=self._world, files=(), run=run, data=data, versions=_versions()
+            step=step, tokens=tokens, world=self._world, files=(), run=run, data=data, versions=versions()
         )
         tensors = flatten(state)
         if self._broken:
@@ -233,7 +233,8 @@ class Checkpointer:
             probe.unlink()
 
 
-def _versions() -> dict[str, str]:
+def versions() -> dict[str, str]:
+    """What wrote a checkpoint, for its manifest."""
     try:
         shardwise = importlib.metadata.version("shardwise")
     except importlib.metadata.PackageNotFoundError:  # run from a source tree

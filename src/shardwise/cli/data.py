@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import json
+import signal
+import sys
+import time
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any, Self, TextIO
 
 import typer
 
 from shardwise.cli.verb import verb
+
+if TYPE_CHECKING:
+    from shardwise.data import DataIndex, Progress
+
+_PLAIN_SECONDS = 5.0  # least time between two plain lines
 
 app = typer.Typer(no_args_is_help=True)
 
@@ -15,21 +24,122 @@ app = typer.Typer(no_args_is_help=True)
 @app.command()
 @verb
 def prepare(
-    source: Annotated[Path, typer.Argument(help="A text file, or a directory of them.")],
+    sources: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="SOURCE",
+            help="Text, .jsonl or .parquet files (text and JSON lines also as .gz or .zst), directories of them, "
+            "patterns, or hf:NAME[:CONFIG][@SPLIT].",
+        ),
+    ],
     out: Annotated[Path, typer.Option("-o", "--out", help="The directory to write.")],
-    tokenizer: Annotated[str, typer.Option(help="`bytes`, or a tokenizer.json.")] = "bytes",
+    tokenizer: Annotated[
+        str, typer.Option(help="`bytes`, an encoding of tiktoken such as gpt2, or a tokenizer.json.")
+    ] = "bytes",
+    text_field: Annotated[str, typer.Option(help="Field or column that holds the text; a.b for nested ones.")] = "text",
+    skip_bad: Annotated[bool, typer.Option("--skip-bad", help="Leave out broken lines, rows and files.")] = False,
+    workers: Annotated[int | None, typer.Option(min=1, help="Processes. Default: as many as CPUs.")] = None,
     validation_fraction: Annotated[float, typer.Option(help="Share of documents held out for validation.")] = 0.01,
     shard_tokens: Annotated[int, typer.Option(min=1, help="Tokens of one shard file.")] = 100_000_000,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout.")] = False,
 ) -> int:
-    """Turn text into memory-mapped token shards, which `recipe.data` then names."""
-    import shardwise
+    """Turn text into memory-mapped token shards, which `recipe.data` then names.
 
-    shardwise.prepare_data(
-        source,
-        out,
-        tokenizer=tokenizer,
-        validation_fraction=validation_fraction,
-        shard_tokens=shard_tokens,
-        progress=print,
-    )
+    When it is interrupted, the same command continues.
+    """
+    import shardwise
+    from shardwise.data import WorkerDied
+
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C
+    try:
+        with _Display(sys.stderr if as_json else sys.stdout) as display:
+            index = shardwise.prepare_data(
+                sources,
+                out,
+                tokenizer=tokenizer,
+                text_field=text_field,
+                skip_bad=skip_bad,
+                validation_fraction=validation_fraction,
+                shard_tokens=shard_tokens,
+                workers=workers,
+                say=display.say,
+                progress=display.show,
+            )
+    except KeyboardInterrupt:
+        print("interrupted; the same command continues", file=sys.stderr)
+        return 4
+    except WorkerDied as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 3
+    if as_json:
+        print(json.dumps({"out": str(out), "fingerprint": index.fingerprint, **index.dump()}))
+    else:
+        print("\n".join(_table(index)))
     return 0
+
+
+def _table(index: DataIndex) -> list[str]:
+    """What was written, a line for each split."""
+    rows = [("split", "files", "documents", "tokens", "bytes", "sha256")]
+    for name, split in (("train", index.train), ("validation", index.validation)):
+        numbers = (len(split.files), split.documents, split.tokens, split.bytes)
+        rows.append((name, *(f"{number:,}" for number in numbers), split.sha256[:12]))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+
+
+def _line(progress: Progress) -> str:
+    """'reading 1.2 of 4.8 GB  310,000 documents  25.1 MB/s  0:02:24 left'."""
+    parts = [f"{progress.stage} {_amount(progress.done, progress.unit)} of {_amount(progress.total, progress.unit)}"]
+    if progress.documents:
+        parts.append(f"{progress.documents:,} documents")
+    if progress.per_second is not None:
+        parts.append(f"{_amount(progress.per_second, progress.unit)}/s")
+    if progress.seconds_left is not None:
+        minutes, seconds = divmod(round(progress.seconds_left), 60)
+        parts.append(f"{minutes // 60}:{minutes % 60:02}:{seconds:02} left")
+    return "  ".join(parts)
+
+
+def _amount(number: float, unit: str) -> str:
+    from shardwise.spec.numbers import human
+
+    return human(number) + unit if unit == "B" else f"{human(number)} {unit}"
+
+
+class _Display:
+    """Shows messages and progress: a live line on a terminal, plain lines elsewhere."""
+
+    def __init__(self, file: TextIO):
+        self._file, self._last = file, time.monotonic()
+        self._bar: Any = None
+        if file.isatty():
+            from rich.console import Console
+            from rich.progress import BarColumn, Progress, TextColumn
+
+            console = Console(file=file, highlight=False)
+            columns = (BarColumn(bar_width=20), TextColumn("{task.description}"))
+            self._bar = Progress(*columns, console=console, transient=True, refresh_per_second=4)
+            self._task = self._bar.add_task("starting", total=None)
+
+    def __enter__(self) -> Self:
+        if self._bar:
+            self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar:
+            self._bar.stop()
+
+    def say(self, line: str) -> None:
+        if self._bar:
+            self._bar.console.print(line, markup=False)
+        else:
+            print(line, file=self._file, flush=True)
+
+    def show(self, progress: Progress) -> None:
+        if self._bar:
+            self._bar.update(self._task, completed=progress.done, total=progress.total, description=_line(progress))
+        elif time.monotonic() - self._last >= _PLAIN_SECONDS:
+            self._last = time.monotonic()
+            self.say(_line(progress))

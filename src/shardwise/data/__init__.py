@@ -2,20 +2,28 @@
 
 from shardwise.data.builtin import builtin_data, resolve_data
 from shardwise.data.index import DataIndex
+from shardwise.data.mixture import MixedOrder, MixedStream
 from shardwise.data.order import Order
 from shardwise.data.prepare import prepare
+from shardwise.data.progress import Progress
 from shardwise.data.shards import Data, check_vocabulary, open_data
 from shardwise.data.stream import TokenStream
 from shardwise.data.tokenizer import Tokenizer, load_tokenizer
-from shardwise.data.windows import NO_TARGET, read_windows, validation_windows
+from shardwise.data.windows import NO_TARGET, Stream, read_windows, validation_parts, validation_windows
+from shardwise.data.workers import WorkerDied
 
 __all__ = [
     "NO_TARGET",
     "Data",
     "DataIndex",
+    "MixedOrder",
+    "MixedStream",
     "Order",
+    "Progress",
+    "Stream",
     "TokenStream",
     "Tokenizer",
+    "WorkerDied",
     "builtin_data",
     "check_vocabulary",
     "load_tokenizer",
@@ -23,5 +31,6 @@ __all__ = [
     "prepare",
     "read_windows",
     "resolve_data",
+    "validation_parts",
     "validation_windows",
 ]

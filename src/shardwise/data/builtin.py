@@ -5,22 +5,35 @@ from __future__ import annotations
 import os
 import platform
 import sysconfig
+from collections.abc import Sequence
 from pathlib import Path
 
-from shardwise.data.documents import TextFiles
+from shardwise.data.documents import Options
 from shardwise.data.index import FORMAT, INDEX
 from shardwise.data.output import UnwritableError
-from shardwise.data.prepare import prepare_documents
+from shardwise.data.prepare import prepare_sources
+from shardwise.data.shards import Weighted
+from shardwise.data.sources import Sources
 from shardwise.data.tokenizer import ByteTokenizer
 from shardwise.spec import InputError
 from shardwise.spec.noun import nearest
+from shardwise.spec.recipe import Source
 
 _LEFT_OUT = frozenset({"__pycache__", "site-packages", "dist-packages", "test", "tests", "idle_test"})
 _VALIDATION_FRACTION = 0.05
 
 
-def resolve_data(name: str) -> Path:
-    """The directory that `recipe.data` means: `builtin`, or a directory. Raises InputError."""
+def resolve_data(data: str | Sequence[Source]) -> Path | tuple[Weighted, ...]:
+    """What `recipe.data` means, for `open_data`: `builtin`, a directory, or a mixture of them. Raises InputError."""
+    if isinstance(data, str):
+        return _directory(data, "recipe.data")
+    return tuple(
+        Weighted(source.path, _directory(source.path, f"recipe.data.{number}.path"), source.weight)
+        for number, source in enumerate(data)
+    )
+
+
+def _directory(name: str, field: str) -> Path:
     if name == "builtin":
         return builtin_data()
     try:
@@ -30,7 +43,7 @@ def resolve_data(name: str) -> Path:
     except (OSError, RuntimeError):  # it may not be looked at; or `~name` of no user
         pass
     hint = "did you mean 'builtin'?" if nearest(name, ["builtin"]) else "give 'builtin' or a prepared directory"
-    raise InputError(f"recipe.data: no directory '{name}'; {hint}")
+    raise InputError(f"{field}: no directory '{name}'; {hint}")
 
 
 def builtin_data(cache: Path | None = None) -> Path:
@@ -44,8 +57,16 @@ def builtin_data(cache: Path | None = None) -> Path:
     directory = cache / f"builtin-python{platform.python_version()}-format{FORMAT}"
     try:
         if not (directory / INDEX).is_file():
-            source = TextFiles(Path(sysconfig.get_paths()["stdlib"]), suffix=".py", skip=_LEFT_OUT)
-            prepare_documents(source, directory, ByteTokenizer(), validation_fraction=_VALIDATION_FRACTION)
+            sources = Sources((sysconfig.get_paths()["stdlib"],), suffix=".py", skip=_LEFT_OUT)
+            prepare_sources(
+                sources,
+                directory,
+                ByteTokenizer(),
+                Options(),
+                validation_fraction=_VALIDATION_FRACTION,
+                workers=1,
+                resumable=False,
+            )
     except (UnwritableError, OSError) as error:
         reason = error if isinstance(error, UnwritableError) else f"{directory}: cannot be read: {error.strerror}"
         raise InputError(f"{reason}; set SHARDWISE_CACHE to a directory that can be written") from None

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 import numpy as np
 import numpy.typing as npt
-
-from shardwise.data.documents import Document
 
 
 def hold_out(keys: npt.NDArray[np.uint64], sizes: npt.NDArray[np.uint64], fraction: float) -> npt.NDArray[np.bool_]:
@@ -29,18 +28,17 @@ def hold_out(keys: npt.NDArray[np.uint64], sizes: npt.NDArray[np.uint64], fracti
     return ~alone if held.all() else alone
 
 
-def find_tail(document: Document, size: int, fraction: float) -> int | None:
+def find_tail(chunks: Iterable[bytes], size: int, fraction: float) -> int | None:
     """Where the held-out tail of a lone document of `size` bytes begins: the last line start that leaves at least
     `fraction` of the text behind it, else the first line start. None where the text is a single line."""
     wanted = size - math.ceil(fraction * size)
     done, tail = 0, None
-    for piece in document.pieces():
-        start = piece.rfind(b"\n", 0, max(0, wanted - done)) + 1
-        if not start and tail is None:
-            start = piece.find(b"\n") + 1
-        if start and done + start < size:
-            tail = done + start
-        done += len(piece)
-        if tail is not None and done >= wanted:
-            break
+    for chunk in chunks:
+        if tail is None or done < wanted:
+            start = chunk.rfind(b"\n", 0, max(0, wanted - done)) + 1
+            if not start and tail is None:
+                start = chunk.find(b"\n") + 1
+            if start and done + start < size:
+                tail = done + start
+        done += len(chunk)
     return tail

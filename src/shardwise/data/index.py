@@ -15,6 +15,7 @@ from shardwise.spec.numbers import Count, CountOrZero, Fraction
 FORMAT = 1
 INDEX = "index.json"
 TOKENIZER = "tokenizer.json"
+TIKTOKEN = "tiktoken.json"
 TOKEN_BYTES = "token_bytes.npy"
 
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
@@ -43,14 +44,24 @@ class Split(Noun):
     def tokens(self) -> int:
         return sum(file.tokens for file in self.files)
 
+    @property
+    def bytes(self) -> int:
+        """Of its files."""
+        return sum(file.bytes for file in self.files)
+
+    @property
+    def sha256(self) -> str:
+        """Over the SHA-256 of its files, in order."""
+        return hashlib.sha256("".join(file.sha256 for file in self.files).encode()).hexdigest()
+
 
 class TokenizerRecord(Noun):
     """Which tokenizer made the ids."""
 
-    kind: Literal["bytes", "huggingface"]
+    kind: Literal["bytes", "huggingface", "tiktoken"]
     vocabulary: Count
     end_of_document: CountOrZero
-    sha256: Sha256 | Literal[""]  # of tokenizer.json; empty for bytes
+    sha256: Sha256 | Literal[""]  # of its table; empty for bytes
     token_bytes_sha256: Sha256  # of token_bytes.npy
 
 

@@ -44,24 +44,34 @@ class Order:
         """Windows in one pass over the stream: ceil((tokens − 1) / sequence)."""
         return count_windows(self.tokens, self.sequence)
 
-    def windows(self, step: int) -> Ids:
-        """[batch_sequences] window numbers of a step, which counts from 0.
+    @property
+    def padding(self) -> int:
+        """Inputs of the last window that have no target."""
+        return self.epoch_windows * self.sequence - (self.tokens - 1)
 
-        Sample k = step · batch_sequences + j is element k mod n of the permutation of epoch k // n (n windows an
-        epoch), so a batch may span epochs.
-        """
-        if step < 0:
-            raise ValueError(f"step {step} is negative")
-        n = self.epoch_windows
-        epoch, place = np.divmod(step * self.batch_sequences + np.arange(self.batch_sequences, dtype=np.int64), n)
-        seed = np.full(self.batch_sequences, self.seed % 2**64, dtype=np.uint64)
-        return permute(place, n, _mix(_mix(seed) + _GOLDEN * epoch.astype(np.uint64)))
+    def at(self, samples: Ids) -> Ids:
+        """The window number of each sample: of sample k, element k mod n of the permutation of epoch k // n, where n is
+        the windows of an epoch."""
+        epoch, place = np.divmod(samples, self.epoch_windows)
+        seed = np.full(len(samples), self.seed % 2**64, dtype=np.uint64)
+        return permute(place, self.epoch_windows, _mix(_mix(seed) + _GOLDEN * epoch.astype(np.uint64)))
+
+    def windows(self, step: int) -> Ids:
+        """[batch_sequences] window numbers of a step, which counts from 0: samples step · batch_sequences and the
+        following, so a batch may span epochs."""
+        return self.at(samples_of(step, self.batch_sequences))
 
     def targets(self, step: int) -> int:
         """Real targets (not padding) in the whole batch of a step."""
-        last = self.epoch_windows - 1
-        padding = (last + 1) * self.sequence - (self.tokens - 1)
-        return self.batch_sequences * self.sequence - int((self.windows(step) == last).sum()) * padding
+        last = int((self.windows(step) == self.epoch_windows - 1).sum())
+        return self.batch_sequences * self.sequence - last * self.padding
+
+
+def samples_of(step: int, batch_sequences: int) -> Ids:
+    """[batch_sequences] numbers of a step's samples among all samples of the run."""
+    if step < 0:
+        raise ValueError(f"step {step} is negative")
+    return step * batch_sequences + np.arange(batch_sequences, dtype=np.int64)
 
 
 def count_windows(tokens: int, sequence: int) -> int:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import shutil
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 from shardwise.data.index import INDEX, DataIndex
 from shardwise.data.shards import read_index
@@ -37,33 +39,52 @@ def existing_index(out: Path) -> DataIndex | None:
     return read_index(out)
 
 
-@contextlib.contextmanager
-def staged(out: Path) -> Iterator[Path]:
-    """A new directory beside `out`, removed with all that is in it unless `publish` moved it.
-
-    OSErrors inside become UnwritableError.
-    """
+def work_directory(out: Path, unique: str = "") -> Path:
+    """Beside `out`, and hidden, so that no source takes it for text."""
     out = real(out)
-    staging = out.parent / f".{out.name}.{uuid.uuid4().hex[:8]}.partial"  # hidden, so that no source takes it for text
+    return out.parent / f".{out.name}{unique}.partial"
+
+
+@contextlib.contextmanager
+def workspace(out: Path, *, resumable: bool, say: Callable[[str], None]) -> Iterator[Path]:
+    """A directory beside `out` for everything that is not finished.
+
+    A resumable one is the same each time, is used by one process at a time, and stays where an exception ends the block
+    after some text was turned into tokens; in every other case it is removed. OSErrors inside become UnwritableError.
+    """
+    work = work_directory(out, "" if resumable else f".{uuid.uuid4().hex[:8]}")
+    kept = False
     try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        staging.mkdir()
-        yield staging
+        work.parent.mkdir(parents=True, exist_ok=True)
+        work.mkdir(exist_ok=resumable)
+        with (work / "lock").open("wb") as lock:
+            _take(lock, out)
+            try:
+                yield work
+            except BaseException:
+                kept = resumable and any(path.stat().st_size for path in work.glob("*.tokens"))
+                raise
+            finally:
+                if not kept:
+                    shutil.rmtree(work, ignore_errors=True)
     except OSError as error:
         reason = error.strerror or error
-        raise UnwritableError(f"{out}: cannot be written: {reason}; nothing was left there") from None
+        raise UnwritableError(
+            f"{out}: cannot be written: {reason}" + ("" if kept else "; nothing was left there")
+        ) from None
     finally:
-        shutil.rmtree(staging, ignore_errors=True)
+        if kept:
+            say(f"what is finished is kept in {work}, and is continued by the same command")
 
 
-def publish(staging: Path, out: Path, index: DataIndex) -> None:
+def publish(directory: Path, out: Path, index: DataIndex) -> None:
     """Write the index and rename the directory into place; what another process put there meanwhile stays if it is
     the same data. Raises OSError, also where it is other data."""
-    write_file(staging / INDEX, (json.dumps(index.dump(), indent=1) + "\n").encode())
-    _sync_directory(staging)
+    write_file(directory / INDEX, (json.dumps(index.dump(), indent=1) + "\n").encode())
+    _sync_directory(directory)
     out = real(out)
     try:
-        staging.rename(out)
+        directory.rename(out)
     except OSError:
         if existing_index(out) != index:
             raise
@@ -76,6 +97,15 @@ def write_file(path: Path, content: bytes) -> None:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())
+
+
+def _take(lock: BinaryIO, out: Path) -> None:
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise InputError(f"{out}: another process is preparing data there") from None
+    except OSError:  # a file system without locks
+        pass
 
 
 def _sync_directory(directory: Path) -> None:

@@ -1,30 +1,55 @@
-"""TokenStream: the shards of one split as one array of token ids."""
+"""Streams: the shards of one split as one array of token ids, and as windows of it."""
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
-from shardwise.data.index import Split, token_dtype
+from shardwise.data.order import count_windows
 from shardwise.spec import InputError
+
+Ids = npt.NDArray[np.int64]
 
 # Each mapping holds a file descriptor, and a process may often have 1,024 of them.
 _MAPPED_SHARDS = 64
 
 
+@dataclass(frozen=True)
+class Shard:
+    """One file of token ids: a one-dimensional `.npy`, or where `header` is given, so many bytes and then raw ids."""
+
+    path: Path
+    tokens: int
+    bytes: int
+    dtype: np.dtype[np.unsignedinteger]
+    header: int = 0
+
+    def map(self) -> npt.NDArray[np.unsignedinteger]:
+        """[tokens], memory-mapped. Raises InputError where the file is not what is expected."""
+        check_size(self.path, self.bytes)
+        if not self.header:
+            return map_array(self.path, self.dtype, self.tokens)
+        try:
+            return np.memmap(self.path, self.dtype, "r", offset=self.header, shape=(self.tokens,))
+        except (OSError, ValueError) as error:
+            raise InputError(f"{self.path}: cannot be read: {error}") from None
+
+
 class TokenStream:
-    """Token ids 0 … tokens − 1 of one split, memory-mapped; reads cross shard boundaries."""
+    """Token ids 0 … tokens − 1 of one split; reads cross shard boundaries."""
 
-    def __init__(self, directory: Path, split: Split, vocabulary: int) -> None:
-        self.tokens = split.tokens
-        self._directory, self._files, self._dtype = directory, split.files, token_dtype(vocabulary)
-        self._ends = np.cumsum([file.tokens for file in split.files], dtype=np.int64)
-        self._map = functools.lru_cache(maxsize=_MAPPED_SHARDS)(self._open)
+    def __init__(self, shards: Sequence[Shard]) -> None:
+        self._shards = tuple(shards)
+        self._ends = np.cumsum([shard.tokens for shard in shards], dtype=np.int64)
+        self.tokens = int(self._ends[-1]) if shards else 0
+        self._map = functools.lru_cache(maxsize=_MAPPED_SHARDS)(lambda shard: self._shards[shard].map())
 
-    def read(self, start: int, stop: int) -> npt.NDArray[np.int64]:
+    def read(self, start: int, stop: int) -> Ids:
         """[stop − start] ids. Raises IndexError outside the stream, InputError where a shard cannot be read."""
         if not 0 <= start <= stop <= self.tokens:
             raise IndexError(f"tokens {start} to {stop} of a stream of {self.tokens}")
@@ -39,26 +64,36 @@ class TokenStream:
             shard += 1
         return ids
 
+    def window(self, window: int, sequence: int) -> Ids:
+        """The inputs of a window and the token after the last: sequence + 1 ids, fewer where the stream ends.
+
+        Raises IndexError where the stream has no such window.
+        """
+        count = count_windows(self.tokens, sequence)
+        if not 0 <= window < count:
+            raise IndexError(f"window {window} of {count}")
+        start = window * sequence
+        return self.read(start, min(start + sequence + 1, self.tokens))
+
     def locate(self, position: int) -> tuple[Path, int]:
         """The shard that holds a token of the stream, and the token's place in it."""
         shard = self._shard(position)
-        return self._directory / self._files[shard].name, position - self._begin(shard)
+        return self._shards[shard].path, position - self._begin(shard)
+
+    def locate_window(self, window: int, sequence: int, offset: int) -> tuple[Path, int]:
+        """`locate` of a token of a window."""
+        return self.locate(window * sequence + offset)
 
     def check(self) -> None:
-        """Raises InputError naming the first shard whose size, dtype or shape is not what the index says."""
-        for shard in range(len(self._files)):
-            self._open(shard)
+        """Raises InputError naming the first shard that is not what is expected."""
+        for shard in self._shards:
+            shard.map()
 
     def _shard(self, position: int) -> int:
         return int(np.searchsorted(self._ends, position, side="right"))
 
     def _begin(self, shard: int) -> int:
-        return int(self._ends[shard]) - self._files[shard].tokens
-
-    def _open(self, shard: int) -> npt.NDArray[np.unsignedinteger]:
-        file = self._files[shard]
-        check_size(self._directory / file.name, file.bytes)
-        return map_array(self._directory / file.name, self._dtype, file.tokens)
+        return int(self._ends[shard]) - self._shards[shard].tokens
 
 
 def check_size(path: Path, expected: int) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shardwise.data import Data, read_windows, validation_windows
+from shardwise.data import Data, read_windows, validation_parts
 from shardwise.model.loss import IGNORED
 
 _STOP_POLL = 8  # micro-batches between two questions whether to give up
@@ -20,15 +20,23 @@ _STOP_POLL = 8  # micro-batches between two questions whether to give up
 
 @dataclass(frozen=True)
 class Validation:
-    """`loss` in nats per token; `bits_per_byte` of the text that the targets stand for."""
+    """`loss` in nats per token; `bits_per_byte` of the text that the targets stand for, None where that is unknown."""
 
     step: int
     loss: float
-    bits_per_byte: float
+    bits_per_byte: float | None
     tokens: int  # targets that were scored
+    losses: dict[str, float] = field(default_factory=dict)  # of each source of a mixture
+
+    @property
+    def bits_text(self) -> str:
+        """For people."""
+        return "unknown" if self.bits_per_byte is None else f"{self.bits_per_byte:.4f}"
 
     def dump(self) -> dict[str, Any]:
-        return asdict(self)
+        """Plain numbers; the loss of a source is `loss/SOURCE`."""
+        record = {"step": self.step, "loss": self.loss, "bits_per_byte": self.bits_per_byte, "tokens": self.tokens}
+        return record | {f"loss/{name}": loss for name, loss in self.losses.items()}
 
 
 @torch.no_grad()
@@ -47,30 +55,40 @@ def validate(
     device: torch.device,
     wants_stop: Callable[[], bool],
 ) -> Validation | None:
-    """Score the first `tokens` of the validation split. None where a rank wants to stop before the end.
+    """Score the first `tokens` of the validation split; of a mixture, each source's share of them (`validation_parts`).
+    None where a rank wants to stop before the end.
 
     loss_sum: (ids, labels) of one micro-batch -> summed loss. Every rank runs the same number of micro-batches, as
     FSDP2's collectives require; the last are padded with windows that have no targets.
     """
-    windows = validation_windows(data.validation.tokens, sequence, tokens)
-    rounds = math.ceil(len(windows) / (data_ranks * micro_batch))
-    sums = torch.zeros(3, dtype=torch.float64, device=device)  # nats, targets, bytes
+    parts = validation_parts(data.validation, sequence, tokens)
+    text = data.token_bytes
+    if text is not None:
+        vocabulary = min(vocabulary, len(text))
+    sums = torch.zeros(len(parts), 3, dtype=torch.float64, device=device)  # nats, targets, bytes of each source
+    rounds = [
+        (source, windows[first : first + data_ranks * micro_batch])
+        for source, (_, windows) in enumerate(parts)
+        for first in range(0, len(windows), data_ranks * micro_batch)
+    ]
     module.eval()
     try:
-        for index in range(rounds):
+        for index, (source, windows) in enumerate(rounds):
             if index % _STOP_POLL == 0 and _any(wants_stop(), device):
                 return None
-            first = (index * data_ranks + data_rank) * micro_batch
-            ids, labels = _read(data, windows[first : first + micro_batch], sequence, micro_batch, vocabulary)
+            mine = windows[data_rank * micro_batch : (data_rank + 1) * micro_batch]
+            ids, labels = _read(data, mine, sequence, micro_batch, vocabulary)
             targets = labels[labels != IGNORED]
-            sums[0] += loss_sum(torch.from_numpy(ids).to(device), torch.from_numpy(labels).to(device))
-            sums[1] += len(targets)
-            sums[2] += int(data.token_bytes[targets].sum())
+            sums[source, 0] += loss_sum(torch.from_numpy(ids).to(device), torch.from_numpy(labels).to(device))
+            sums[source, 1] += len(targets)
+            sums[source, 2] += math.nan if text is None else int(text[targets].sum())
     finally:
         module.train()
     dist.all_reduce(sums)
-    nats, count, size = sums.tolist()
-    return Validation(step, nats / count, nats / math.log(2) / size, int(count))
+    nats, count, size = sums.sum(dim=0).tolist()
+    losses = {name: nats / count for (name, _), (nats, count, _) in zip(parts, sums.tolist(), strict=True) if name}
+    bits = None if math.isnan(size) else nats / math.log(2) / size
+    return Validation(step, nats / count, bits, int(count), losses)
 
 
 def _read(data: Data, windows: np.ndarray, sequence: int, rows: int, vocabulary: int) -> tuple[np.ndarray, np.ndarray]:

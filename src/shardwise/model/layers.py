@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from shardwise.model.cache import LayerCache
 from shardwise.spec import Model
 
 
@@ -28,7 +29,7 @@ class Norm(nn.Module):
         super().__init__()
         self.kind, self.eps = kind, eps
         self.weight = nn.Parameter(torch.empty(size))
-        self.bias = nn.Parameter(torch.empty(size)) if bias and kind == "layernorm" else None
+        self.bias = nn.Parameter(torch.empty(size)) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
         weight, shape = self.weight.to(x.dtype), self.weight.shape
@@ -49,12 +50,12 @@ class Attention(nn.Module):
         super().__init__()
         self.head_dim, self.queries_per_group = model.head_dim, model.heads // model.kv_heads
         rows = (model.heads + 2 * model.kv_heads) * model.head_dim
-        self.qkv = Linear(model.hidden, rows, bias=model.bias)
-        self.out = Linear(model.heads * model.head_dim, model.hidden, bias=model.bias)
+        self.qkv = Linear(model.hidden, rows, bias=model.qkv_bias)
+        self.out = Linear(model.heads * model.head_dim, model.hidden, bias=model.out_bias)
         self.q_norm = Norm("rmsnorm", model.head_dim, model.norm_eps, False) if model.qk_norm else None
         self.k_norm = Norm("rmsnorm", model.head_dim, model.norm_eps, False) if model.qk_norm else None
 
-    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor] | None) -> Tensor:
+    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor] | None, cache: LayerCache | None = None) -> Tensor:
         batch, sequence, _ = x.shape
         grouped = self.qkv(x).view(batch, sequence, -1, self.queries_per_group + 2, self.head_dim)  # (B, S, G, R+2, d)
         q, k, v = grouped.split([self.queries_per_group, 1, 1], dim=3)
@@ -63,11 +64,13 @@ class Attention(nn.Module):
             q, k = self.q_norm(q), self.k_norm(k)
         if rope is not None:
             q, k = rotate(q, *rope), rotate(k, *rope)
+        if cache is not None:
+            k, v = cache.extend(k, v)
         mixed = F.scaled_dot_product_attention(
             q.transpose(1, 2),
             k.transpose(1, 2),
             v.transpose(1, 2),
-            is_causal=True,
+            is_causal=sequence > 1,  # one token alone, or after those in the cache, sees all keys
             enable_gqa=self.queries_per_group > 1,
         )  # (B, H, S, d)
         return self.out(mixed.transpose(1, 2).flatten(2))
@@ -89,9 +92,9 @@ class Mlp(nn.Module):
     def __init__(self, model: Model):
         super().__init__()
         gated = model.activation == "swiglu"
-        self.gate = Linear(model.hidden, model.ffn, bias=model.bias) if gated else None
-        self.up = Linear(model.hidden, model.ffn, bias=model.bias)
-        self.down = Linear(model.ffn, model.hidden, bias=model.bias)
+        self.gate = Linear(model.hidden, model.ffn, bias=model.mlp_bias) if gated else None
+        self.up = Linear(model.hidden, model.ffn, bias=model.mlp_bias)
+        self.down = Linear(model.ffn, model.hidden, bias=model.mlp_bias)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.gate is None:
@@ -104,10 +107,10 @@ class Block(nn.Module):
 
     def __init__(self, model: Model):
         super().__init__()
-        norm = (model.norm, model.hidden, model.norm_eps, model.bias)
+        norm = (model.norm, model.hidden, model.norm_eps, model.norm_bias)
         self.attention_norm, self.attention = Norm(*norm), Attention(model)
         self.mlp_norm, self.mlp = Norm(*norm), Mlp(model)
 
-    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor] | None) -> Tensor:
-        x = x + self.attention(self.attention_norm(x), rope)
+    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor] | None, cache: LayerCache | None = None) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), rope, cache)
         return x + self.mlp(self.mlp_norm(x))

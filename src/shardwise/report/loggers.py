@@ -1,24 +1,20 @@
-"""Metrics sent elsewhere, beside metrics.jsonl. Whatever a destination does, the run neither stops nor waits for it."""
+"""Dashboards that metrics can be sent to, beside metrics.jsonl. Each is imported where it is built, in its thread."""
 
 from __future__ import annotations
 
-import contextlib
+import hashlib
 import importlib.util
-import queue
-import threading
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
-from shardwise.spec import InputError
+from shardwise.spec import InputError, read_yaml
 from shardwise.spec.noun import unknown
-
-_WAITING_RECORDS = 1000  # what does not fit any more is dropped
-_CLOSE_SECONDS = 5.0
 
 
 class Logger(Protocol):
-    """A destination for numbers."""
+    """A destination for numbers; built from a run directory whose run.yaml and first event are written."""
 
     def log(self, step: int, values: dict[str, float]) -> None: ...
 
@@ -41,8 +37,54 @@ class TensorBoard:
         self._writer.close()
 
 
-LOGGERS: dict[str, Callable[[Path], Logger]] = {"tensorboard": TensorBoard}
-_PACKAGES = {"tensorboard": "tensorboard"}
+class Wandb:
+    """A Weights & Biases run. WANDB_PROJECT, WANDB_ENTITY, WANDB_MODE (offline: files in RUN_DIR/wandb) and the like
+    say where it goes."""
+
+    def __init__(self, out: Path):
+        import wandb
+
+        self._run = wandb.init(
+            project=os.environ.get("WANDB_PROJECT", "shardwise"),
+            id=os.environ.get("WANDB_RUN_ID", dashboard_name(out)),
+            name=os.environ.get("WANDB_NAME", out.resolve().name),
+            dir=os.environ.get("WANDB_DIR", str(out)),
+            resume="allow",
+            config=read_yaml(out / "run.yaml"),
+            settings=wandb.Settings(console="off"),  # it would take over stdout, which the progress line writes to
+        )
+        # A run that was killed makes some steps again. As its own axis, `step` may go back; wandb's may not.
+        self._run.define_metric("*", step_metric="step")
+
+    def log(self, step: int, values: dict[str, float]) -> None:
+        self._run.log({"step": step, **values})
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class Trackio:
+    """A trackio run, kept on this machine unless TRACKIO_SPACE_ID or TRACKIO_SERVER_URL name another place."""
+
+    def __init__(self, out: Path):
+        import trackio
+
+        self._run = trackio.init(
+            project=os.environ.get("TRACKIO_PROJECT", "shardwise"),
+            name=dashboard_name(out),
+            resume="allow",
+            config=read_yaml(out / "run.yaml"),
+            embed=False,
+        )
+
+    def log(self, step: int, values: dict[str, float]) -> None:
+        self._run.log(values, step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+LOGGERS: dict[str, Callable[[Path], Logger]] = {"tensorboard": TensorBoard, "wandb": Wandb, "trackio": Trackio}
 
 
 def require_loggers(names: tuple[str, ...]) -> None:
@@ -50,45 +92,16 @@ def require_loggers(names: tuple[str, ...]) -> None:
     for name in names:
         if name not in LOGGERS:
             raise InputError(f"--log: {unknown('logger', name, LOGGERS)}")
-        if importlib.util.find_spec(_PACKAGES[name]) is None:
+        found = importlib.util.find_spec(name)  # packages are called as their loggers are
+        if found is None or found.origin is None:  # without an origin it is a directory of that name, such as ./wandb
             raise InputError(f"--log {name} needs a package that is not installed: pip install 'shardwise[{name}]'")
 
 
-class Background:
-    """Runs loggers in threads of their own, one each: a slow one loses records, a failing one is switched off."""
+def dashboard_name(out: Path) -> str:
+    """What a dashboard knows the run in `out` by: the same after a resume, another for a run that starts afresh there.
 
-    def __init__(self, names: tuple[str, ...], out: Path, say: Callable[[str], None]):
-        self._lines = [(name, queue.Queue[Any](_WAITING_RECORDS)) for name in names]
-        self._threads = [
-            threading.Thread(target=_serve, args=(LOGGERS[name], out, records, name, say), daemon=True, name=name)
-            for name, records in self._lines
-        ]
-        for thread in self._threads:
-            thread.start()
-
-    def log(self, record: dict[str, Any]) -> None:
-        """Send every known number of a Step or Validation."""
-        values = {key: value for key, value in record.items() if key != "step" and value is not None}
-        for _, records in self._lines:
-            with contextlib.suppress(queue.Full):
-                records.put_nowait((record["step"], values))
-
-    def close(self) -> None:
-        """Let the threads finish what waits, for a few seconds at most."""
-        for _, records in self._lines:
-            with contextlib.suppress(queue.Full):
-                records.put(None, timeout=_CLOSE_SECONDS)
-        for thread in self._threads:
-            thread.join(_CLOSE_SECONDS)
-
-
-def _serve(
-    make: Callable[[Path], Logger], out: Path, records: queue.Queue[Any], name: str, say: Callable[[str], None]
-) -> None:
-    try:
-        logger = make(out)
-        while (record := records.get()) is not None:
-            logger.log(*record)
-        logger.close()
-    except Exception as error:
-        say(f"--log {name} is off from here on: {type(error).__name__}: {error}")
+    The directory's name, and a hash of the first line of its events.jsonl, which says when the run started.
+    """
+    with (out / "events.jsonl").open("rb") as file:
+        first: Any = file.readline()
+    return f"{out.resolve().name}-{hashlib.sha256(first).hexdigest()[:8]}"

@@ -3,9 +3,10 @@
 from shardwise.spec.checkpoint import Checkpoint, CheckpointFile
 from shardwise.spec.cluster import Cluster, Figure, Gpu
 from shardwise.spec.layout import Layout
-from shardwise.spec.model import Model, RopeScaling
+from shardwise.spec.model import Model
 from shardwise.spec.noun import InputError, Noun
 from shardwise.spec.recipe import CheckpointPolicy, Evaluation, Optimizer, Precision, Recipe, Schedule
+from shardwise.spec.rope import RopeScaling
 from shardwise.spec.run import Run, load_run, read_yaml
 from shardwise.spec.step import Step
 

@@ -1,11 +1,13 @@
-"""Gpu, Cluster: the machines, every figure with its class, source and date."""
+"""Gpu, Link, Cluster: the machines, every figure with its class, source and date."""
 
 from __future__ import annotations
 
 import datetime
+import math
+from itertools import pairwise
 from typing import Any, Literal, Self
 
-from pydantic import Field, model_serializer, model_validator
+from pydantic import Field, field_validator, model_serializer, model_validator
 
 from shardwise.spec.noun import Noun
 from shardwise.spec.numbers import Count, Positive
@@ -22,6 +24,46 @@ class Figure(Noun):
     date: datetime.date
 
 
+class Link(Noun):
+    """How fast a group of chips exchanges data: a latency per hop, and bandwidth by message size.
+
+    `curve` holds (message in bytes, GB/s) points of bus bandwidth in NCCL's sense (algorithm bandwidth times 2(n-1)/n
+    for all-reduce, (n-1)/n for all-gather and reduce-scatter), one direction, per chip.
+    """
+
+    name: str
+    latency_us: Positive
+    curve: tuple[tuple[Positive, Positive], ...]
+    reduce_curve: tuple[tuple[Positive, Positive], ...] = ()  # all-reduce, where switches help it; default: `curve`
+    class_: FigureClass = Field(alias="class")
+    source: str
+    date: datetime.date
+
+    @model_validator(mode="after")
+    def _ascending(self) -> Self:
+        for curve in (self.curve, self.reduce_curve):
+            sizes = [size for size, _ in curve]
+            if sizes != sorted(set(sizes)):
+                raise ValueError("the message sizes of a curve must ascend")
+        if not self.curve:
+            raise ValueError("a curve needs at least one (bytes, GB/s) point")
+        return self
+
+    def bytes_per_second(self, message: float, *, all_reduce: bool = False) -> float:
+        """Bus bandwidth at a message size: log-log interpolation, in proportion to the size below the first point."""
+        curve = (all_reduce and self.reduce_curve) or self.curve
+        first, last = curve[0], curve[-1]
+        if message <= first[0]:
+            return first[1] * 1e9 * max(message, 1.0) / first[0]
+        if message >= last[0]:
+            return last[1] * 1e9
+        for (low, slow), (high, fast) in pairwise(curve):
+            if message <= high:
+                share = math.log(message / low) / math.log(high / low)
+                return float(slow * (fast / slow) ** share * 1e9)
+        raise AssertionError("unreachable: the curve covers every size")
+
+
 class Gpu(Noun):
     """A chip. `peak_tflops` are dense rates per dtype; an absent dtype is unknown, never guessed."""
 
@@ -30,6 +72,11 @@ class Gpu(Noun):
     peak_tflops: dict[str, Figure] = Field(default_factory=dict)
     memory_gb: Figure | None = None  # 1e9 bytes
     bandwidth_tb_s: Figure | None = None
+    multiprocessors: Count | None = None
+    node: Count = 8  # chips of one host
+    domain: Count = 8  # chips that share the fast link; more than a host in rack-scale systems
+    intra: Link | None = None  # within the domain
+    inter: Link | None = None  # per chip, between domains
 
     @model_validator(mode="before")
     @classmethod
@@ -49,6 +96,13 @@ class Gpu(Noun):
                 data[key] = figure(data[key])
         return data
 
+    @field_validator("intra", "inter", mode="before")
+    @classmethod
+    def _link_from_preset(cls, value: Any) -> Any:
+        from shardwise.spec.presets import link_preset
+
+        return link_preset(value) if isinstance(value, str) else value
+
     def peak_flops(self, dtype: str) -> float | None:
         """Dense peak in FLOP/s for 'bf16', 'fp8', …; None where it is not known."""
         figure = self.peak_tflops.get(dtype)
@@ -60,7 +114,7 @@ class Cluster(Noun):
 
     gpu: Gpu
     gpus: Count = 1
-    gpus_per_node: Count = 8
+    gpus_per_node: Count  # default: the chip's
 
     @model_validator(mode="before")
     @classmethod
@@ -68,7 +122,9 @@ class Cluster(Noun):
         from shardwise.spec.presets import gpu_preset
 
         if isinstance(data, dict) and isinstance(data.get("gpu"), str):
-            return {**data, "gpu": gpu_preset(data["gpu"])}
+            data = {**data, "gpu": gpu_preset(data["gpu"])}
+        if isinstance(data, dict) and isinstance(data.get("gpu"), Gpu):
+            return {"gpus_per_node": data["gpu"].node, **data}
         return data
 
     @model_validator(mode="after")

@@ -39,7 +39,95 @@ def illegal(model: Model, layout: Layout, recipe: Recipe) -> Iterator[str]:
             f"recipe.sequence {recipe.sequence} is longer than the model's table of learned positions; "
             f"nearest: {model.max_sequence}"
         )
+    if model.sliding_window and recipe.sequence > model.sliding_window:
+        yield (
+            f"recipe.sequence {recipe.sequence} is longer than model.sliding_window {model.sliding_window}: within the "
+            f"window attention is plainly causal, beyond it this version cannot cut it off; "
+            f"nearest: {model.sliding_window}"
+        )
+    yield from _degrees(model, layout, recipe)
+    yield from _pipeline(model, layout)
     yield from _batch(layout, recipe)
+    if recipe.batch_tokens and not recipe.batch_sequences % (layout.data_ranks * layout.micro_batch):
+        yield from schedule_problems(layout, recipe.batch_sequences // (layout.data_ranks * layout.micro_batch))
+
+
+def _degrees(model: Model, layout: Layout, recipe: Recipe) -> Iterator[str]:
+    """Tensor, context and expert parallelism cut dimensions evenly."""
+    if layout.tp > 1:
+        heads = "heads" if model.latent else "kv_heads"
+        for field in (heads, "ffn", "vocabulary"):
+            if (size := getattr(model, field)) % layout.tp:
+                nearest = nearest_divisor(size, layout.tp)
+                yield f"layout.tp {layout.tp} does not divide model.{field} {size}; nearest: {nearest}"
+    cut = (2 * layout.cp if layout.cp > 1 else 1) * layout.tp  # each rank of cp takes an early and a late piece
+    if recipe.sequence % cut:
+        nearest = max(1, round(recipe.sequence / cut)) * cut
+        yield (
+            f"recipe.sequence {recipe.sequence} is not a multiple of {cut} (2 · cp {layout.cp} · tp {layout.tp}); "
+            f"nearest: {nearest}"
+        )
+    if layout.ep > 1:
+        span = layout.dp_shard * layout.cp * layout.tp
+        if model.experts is None:
+            yield f"layout.ep {layout.ep} needs a model with experts; what works: ep: 1"
+        elif model.experts.count % layout.ep:
+            yield (
+                f"layout.ep {layout.ep} does not divide the {model.experts.count} experts; "
+                f"nearest: {nearest_divisor(model.experts.count, layout.ep)}"
+            )
+        if span % layout.ep:
+            yield (
+                f"layout.ep {layout.ep} does not divide dp_shard · cp · tp = {span}; "
+                f"nearest: {nearest_divisor(span, layout.ep)}"
+            )
+
+
+_FIXED_VIRTUAL = {"gpipe": 1, "1f1b": 1, "zbv": 2, "dualpipev": 2}
+
+
+def _pipeline(model: Model, layout: Layout) -> Iterator[str]:
+    """Stages need layers, and each schedule its number of stages per rank."""
+    if layout.pp == 1:
+        if layout.virtual_stages > 1:
+            yield f"layout.virtual_stages {layout.virtual_stages} needs pp > 1; what works: virtual_stages: 1"
+        return
+    fixed = _FIXED_VIRTUAL.get(layout.schedule)
+    if fixed and layout.virtual_stages != fixed:
+        yield f"layout.schedule {layout.schedule} has virtual_stages {fixed}, not {layout.virtual_stages}"
+    if not fixed and layout.virtual_stages == 1:
+        yield f"layout.schedule {layout.schedule} needs virtual_stages of at least 2"
+    stages = layout.pp * layout.virtual_stages
+    if stages > model.layers:
+        yield (
+            f"layout.pp {layout.pp} × virtual_stages {layout.virtual_stages} makes {stages} stages, but the model has "
+            f"{model.layers} layers; nearest: pp {max(1, model.layers // layout.virtual_stages)}"
+        )
+
+
+def enough_micro_batches(schedule: str, pipeline: int, micro_batches: int) -> bool:
+    """Whether PyTorch's schedule can run this number of micro-batches."""
+    if micro_batches < (2 * pipeline if schedule == "dualpipev" else pipeline):
+        return False
+    return not schedule.startswith("interleaved") or micro_batches % (micro_batches // pipeline) == 0
+
+
+def schedule_problems(layout: Layout, micro_batches: int) -> Iterator[str]:
+    """Numbers of micro-batches that PyTorch's schedules cannot do."""
+    if layout.pp == 1 or enough_micro_batches(layout.schedule, layout.pp, micro_batches):
+        return
+    least = 2 * layout.pp if layout.schedule == "dualpipev" else layout.pp
+    if micro_batches < least:
+        yield (
+            f"layout.schedule {layout.schedule} with pp {layout.pp} needs at least {least} micro-batches a step and "
+            f"gets {micro_batches}: use a smaller micro_batch or pp, or fewer data ranks"
+        )
+    else:
+        nearest = round(micro_batches / layout.pp) * layout.pp
+        yield (
+            f"layout.schedule {layout.schedule} with pp {layout.pp} cannot cut {micro_batches} micro-batches into "
+            f"equal rounds; nearest: {nearest}"
+        )
 
 
 def _batch(layout: Layout, recipe: Recipe) -> Iterator[str]:
@@ -62,8 +150,11 @@ def _batch(layout: Layout, recipe: Recipe) -> Iterator[str]:
     yield text
 
 
-def not_trainable(layout: Layout, recipe: Recipe) -> Iterator[str]:
+def not_trainable(model: Model, layout: Layout, recipe: Recipe) -> Iterator[str]:
     """What is legal but what `train` does not do yet, or needs and did not get."""
+    for field in ("experts", "latent", "attention_sinks"):
+        if getattr(model, field):
+            yield f"model.{field} cannot be trained by this version, only planned; {model.name} has it"
     plain = Layout(zero=layout.zero, dp_replicate=layout.dp_replicate, dp_shard=layout.dp_shard)
     for field in ("tp", "cp", "pp", "ep", "recompute", "offload", "async_tp", "loss", "compile"):
         value, works = getattr(layout, field), getattr(plain, field)
@@ -100,7 +191,7 @@ def not_trainable(layout: Layout, recipe: Recipe) -> Iterator[str]:
 def require_trainable(run: Run, world: int) -> None:
     """Raise InputError with every reason why `train` cannot run this Run on `world` ranks."""
     layout = run.fixed_layout
-    reasons = [*illegal(run.model, layout, run.recipe), *not_trainable(layout, run.recipe)]
+    reasons = [*illegal(run.model, layout, run.recipe), *not_trainable(run.model, layout, run.recipe)]
     if layout.world != world:
         reasons.append(
             f"layout: {layout.describe()} makes {layout.world} ranks, but {world} are started; "

@@ -4,28 +4,17 @@ from __future__ import annotations
 
 from typing import Any, Literal, Self
 
-from pydantic import model_validator
+from pydantic import field_validator, model_validator
 
-from shardwise.spec.noun import Noun
+from shardwise.spec.experts import Experts, LatentAttention
+from shardwise.spec.noun import Noun, unknown
 from shardwise.spec.numbers import Count, Positive, parse_count
-
-
-class RopeScaling(Noun):
-    """Llama-3's frequency scaling: wavelengths beyond the original context are stretched by `factor`.
-
-    Source: `rope_type: llama3` in Meta's Llama-3.1 release (low/high frequency factors over the original context).
-    """
-
-    kind: Literal["llama3"] = "llama3"
-    factor: Positive
-    low_frequency_factor: Positive = 1.0
-    high_frequency_factor: Positive = 4.0
-    original_sequence: Count = 8192
+from shardwise.spec.rope import ROPE_SCALINGS, DynamicScaling, LongScaling, RopeScaling
 
 
 class Model(Noun):
-    """Architecture of one dense decoder. Two families: GPT-2 (learned positions, LayerNorm, GELU, biases)
-    and Llama (RoPE, RMSNorm, SwiGLU, grouped-query attention); every choice can also be set by itself."""
+    """Architecture of one dense decoder. Its choices are those between GPT-2 (learned positions, LayerNorm, GELU,
+    biases) and Llama and what followed it (RoPE, RMSNorm, SwiGLU, grouped queries); each can be made by itself."""
 
     name: str = "custom"
     layers: Count
@@ -36,15 +25,22 @@ class Model(Noun):
     ffn: Count
     vocabulary: Count
     max_sequence: Count  # rows of the learned position table, or the longest context trained with RoPE
+    sliding_window: Count | None = None  # positions that attention may look back, itself included; None: all
     positions: Literal["learned", "rope"] = "rope"
     rope_theta: Positive = 10_000.0
     rope_scaling: RopeScaling | None = None
     norm: Literal["layernorm", "rmsnorm"] = "rmsnorm"
     norm_eps: Positive = 1e-5
     activation: Literal["gelu", "swiglu"] = "swiglu"
-    bias: bool = False  # on every projection, and on LayerNorm
+    qkv_bias: bool = False  # on the query, key and value projections
+    out_bias: bool = False  # on attention's output projection
+    mlp_bias: bool = False
+    norm_bias: bool = False  # LayerNorm only
     qk_norm: bool = False  # RMSNorm over each head's query and key
     tied: bool = False  # the output head is the embedding
+    attention_sinks: bool = False  # a learned logit per head beside the scores (gpt-oss)
+    experts: Experts | None = None
+    latent: LatentAttention | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -66,6 +62,13 @@ class Model(Noun):
             data["head_dim"] = hidden // heads
         return data
 
+    @field_validator("rope_scaling", mode="before")
+    @classmethod
+    def _known_kind(cls, value: Any) -> Any:
+        if isinstance(value, dict) and value.get("kind") not in ROPE_SCALINGS:
+            raise ValueError(unknown("kind", str(value.get("kind", "")), ROPE_SCALINGS))
+        return value
+
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         if self.heads % self.kv_heads:
@@ -74,6 +77,22 @@ class Model(Noun):
             raise ValueError(f"kv_heads {self.kv_heads} does not divide heads {self.heads}; nearest: {best}")
         if self.positions == "rope" and self.head_dim % 2:
             raise ValueError(f"head_dim {self.head_dim} must be even for RoPE; nearest: {self.head_dim + 1}")
-        if self.rope_scaling and self.positions != "rope":
-            raise ValueError("rope_scaling needs positions: rope")
+        if self.norm_bias and self.norm != "layernorm":
+            raise ValueError("norm_bias needs norm: layernorm")
+        self._check_rope_scaling()
         return self
+
+    def _check_rope_scaling(self) -> None:
+        scaling = self.rope_scaling
+        if scaling and self.positions != "rope":
+            raise ValueError("rope_scaling needs positions: rope")
+        if isinstance(scaling, DynamicScaling) and self.head_dim < 4:
+            raise ValueError(f"head_dim {self.head_dim} is too small for rope_scaling kind dynamic; nearest: 4")
+        if isinstance(scaling, LongScaling):
+            for field in ("short_factors", "long_factors"):
+                count = len(getattr(scaling, field))
+                if count != self.head_dim // 2:
+                    raise ValueError(
+                        f"rope_scaling.{field} has {count} numbers; one for each pair of head_dim {self.head_dim} is "
+                        f"needed: {self.head_dim // 2}"
+                    )

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import model_validator
+from pydantic import BeforeValidator, TypeAdapter, model_validator
 
 from shardwise.spec.noun import Noun, unknown
 from shardwise.spec.numbers import Count, CountOrZero, Fraction, NotNegative, Positive
@@ -76,10 +76,32 @@ class CheckpointPolicy(Noun):
     asynchronous: bool = True
 
 
+class Source(Noun):
+    """One part of a mixture: what `data` may be by itself, and how much of it there is beside the others."""
+
+    path: str
+    weight: Positive = 1.0  # a share of all sequences, once it is divided by the sum of all weights
+
+
+def _check_sources(value: Any) -> Any:
+    """A list of sources by itself, so that its errors name their place in it."""
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list | tuple) or not value:
+        raise ValueError("`builtin`, a directory, or a list of {path: DIRECTORY, weight: NUMBER} is expected")
+    listed = tuple({"path": item} if isinstance(item, str) else item for item in value)
+    sources = TypeAdapter(tuple[Source, ...]).validate_python(listed)
+    for number, source in enumerate(sources):
+        if source.path in (earlier.path for earlier in sources[:number]):
+            raise ValueError(f"'{source.path}' stands twice")
+    return sources
+
+
 class Recipe(Noun):
     """What is trained on what, for how long, and how."""
 
-    data: str = "builtin"  # `builtin`, or a directory that `shardwise data prepare` wrote
+    # `builtin`, a directory (docs/data.md), or several with their weights
+    data: Annotated[str | tuple[Source, ...], BeforeValidator(_check_sources)] = "builtin"
     sequence: Count = 1024
     batch_tokens: Count | None = None  # tokens of one optimizer step over all ranks; `train` requires it
     steps: Count | None = None

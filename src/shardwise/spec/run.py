@@ -10,10 +10,11 @@ import yaml
 from pydantic import model_validator
 
 from shardwise.spec.cluster import Cluster
+from shardwise.spec.huggingface import load_model_config
 from shardwise.spec.layout import Layout
 from shardwise.spec.model import Model
 from shardwise.spec.noun import InputError, Noun, nearest
-from shardwise.spec.presets import model_preset
+from shardwise.spec.presets import model_names, model_preset
 from shardwise.spec.recipe import Recipe
 
 
@@ -57,13 +58,23 @@ class Run(Noun):
 
 
 def _expand_model(value: Any) -> Any:
-    """A preset's name, or a mapping that may start from one (`preset: gpt2-124m`), as a plain mapping."""
+    """A preset's name or a config.json's path, or a mapping that may start from one (`preset: gpt2-124m`), as a Model
+    or a plain mapping."""
     if isinstance(value, str):
-        return model_preset(value)
+        return _named_model(value)
     if isinstance(value, dict) and "preset" in value:
         changes = {key: item for key, item in value.items() if key != "preset"}
-        return {**model_preset(value["preset"]).dump(), **changes}
+        return {**_named_model(str(value["preset"])).dump(), **changes}
     return value
+
+
+def _named_model(name: str) -> Model:
+    try:
+        path = Path(name).expanduser()
+        is_path = path.name != name or path.suffix == ".json" or path.exists()
+    except (OSError, RuntimeError):  # it may not be looked at; or `~name` of no user
+        is_path = False
+    return load_model_config(path) if is_path and name not in model_names() else model_preset(name)
 
 
 class _StrictLoader(yaml.CSafeLoader):

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shardwise.data import Order, TokenStream, read_windows
+from shardwise.data import MixedOrder, Order, Stream, read_windows
 from shardwise.spec import Layout
 
 MicroBatch = tuple[Tensor, Tensor]  # ids, labels: each (micro_batch, S) int64
@@ -22,8 +22,8 @@ class Batches:
 
     def __init__(
         self,
-        stream: TokenStream,
-        order: Order,
+        stream: Stream,
+        order: Order | MixedOrder,
         layout: Layout,
         data_rank: int,
         vocabulary: int,

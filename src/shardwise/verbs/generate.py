@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from shardwise.checkpoints.manifest import newest_complete
-from shardwise.data import Tokenizer, open_data, resolve_data
-from shardwise.spec import InputError, Model, Run
+from shardwise.data import Tokenizer
+from shardwise.spec import Run
+from shardwise.verbs.saved import tokenizer_of, usable_checkpoint
 
 
 def generate(
@@ -24,17 +24,30 @@ def generate(
 
     Any layout's checkpoint works; the whole model must fit on one device. Raises InputError.
     """
-    directory = Path(run_dir) / "checkpoints"
-    skipped: list[str] = []
-    entry = newest_complete(directory, say=skipped.append)
-    if entry is None or entry.checkpoint is None:
-        raise InputError("\n".join([f"{directory}: holds no complete checkpoint; train first", *skipped]))
-    run = Run.load(entry.checkpoint.run)
-    tokenizer = open_data(resolve_data(run.recipe.data)).tokenizer
+    checkpoint, run = usable_checkpoint(run_dir)
+    tokenizer = tokenizer_of(checkpoint, run)
     ids = [int(token) for token in tokenizer.encode(prompt)] or [tokenizer.end_of_document]
-    decoder = _load(run, entry.path)
-    sampling = {"temperature": temperature, "top_k": top_k, "seed": seed}
-    return _decode(_sample(decoder, run.model, ids, tokens, tokenizer.vocabulary, sampling), tokenizer)
+    sampled = _sample(run, checkpoint, ids, tokens, tokenizer.vocabulary, temperature, top_k, seed)
+    return _decode(sampled, tokenizer)
+
+
+def _sample(
+    run: Run,
+    checkpoint: Path,
+    prompt: list[int],
+    tokens: int,
+    vocabulary: int,
+    temperature: float,
+    top_k: int,
+    seed: int,
+) -> Iterator[int]:
+    import torch
+
+    from shardwise.model.generate import generate
+
+    decoder = _load(run, checkpoint)
+    ids = torch.tensor(prompt, device=next(decoder.parameters()).device)
+    return generate(decoder, ids, tokens, temperature=temperature, top_k=top_k, seed=seed, vocabulary=vocabulary)
 
 
 def _load(run: Run, checkpoint: Path) -> Any:
@@ -52,17 +65,6 @@ def _load(run: Run, checkpoint: Path) -> Any:
     decoder = decoder.to_empty(device=device).eval()
     restore(checkpoint, {"model": decoder.state_dict()})
     return decoder
-
-
-def _sample(
-    decoder: Any, model: Model, prompt: list[int], tokens: int, vocabulary: int, sampling: dict[str, Any]
-) -> Iterator[int]:
-    import torch
-
-    from shardwise.model.generate import generate
-
-    ids = torch.tensor(prompt, device=next(decoder.parameters()).device)
-    return generate(decoder, ids, tokens, context=model.max_sequence, vocabulary=vocabulary, **sampling)
 
 
 def _decode(ids: Iterator[int], tokenizer: Tokenizer) -> Iterator[str]:

@@ -9,7 +9,7 @@ from typing import Any
 
 from shardwise.checkpoints.manifest import Entry, list_checkpoints
 from shardwise.data import Data, check_vocabulary, open_data, resolve_data
-from shardwise.spec import InputError, Run
+from shardwise.spec import InputError, Model, Run
 from shardwise.spec.legality import require_trainable
 from shardwise.verbs.resolve import resolve_layout
 
@@ -48,10 +48,14 @@ def prepare_job(run: Run, out: Path, world: int) -> Job:
 
 def require_same_run(job: Job, entry: Entry) -> None:
     """A run is continued only as itself: same model, recipe and data. Layout and cluster may differ, and it may be
-    longer. Raises InputError naming each difference."""
+    longer. From imported weights (step 0) any run of the same model starts. Raises InputError naming each difference.
+    """
     checkpoint = entry.checkpoint
     assert checkpoint is not None
     saved, wanted = Run.load(checkpoint.run), job.run
+    if checkpoint.step == 0:
+        _require_same_model(job, saved.model)
+        return
     changes = [
         f"{path} was {before!r} and is now {after!r}"
         for noun in ("model", "recipe")
@@ -68,6 +72,20 @@ def require_same_run(job: Job, entry: Entry) -> None:
             f"model, recipe and data (a longer run and another layout are fine):\n  "
             + "\n  ".join(changes)
             + "\nUse another --out for a new run."
+        )
+
+
+def _require_same_model(job: Job, saved: Model) -> None:
+    changes = [
+        f"{path} is {before!r} there and {after!r} here"
+        for path, before, after in _differences(saved.dump(), job.run.model.dump(), "model")
+        if path != "model.name"
+    ]
+    if changes:
+        raise InputError(
+            f"{job.out} holds imported weights of another model:\n  "
+            + "\n  ".join(changes)
+            + "\nGive the config.json that they came with as `model`, or use another --out."
         )
 
 

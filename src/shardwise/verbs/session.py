@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator
 
 import torch
@@ -12,31 +13,39 @@ from shardwise.checkpoints.manifest import list_checkpoints
 from shardwise.checkpoints.restore import find, restore
 from shardwise.checkpoints.save import Checkpointer
 from shardwise.checkpoints.state import apply, collect
-from shardwise.data import Order
-from shardwise.evaluation.validation import Validation, validate
+from shardwise.evaluation.bands import Bands
+from shardwise.evaluation.validation import validate
 from shardwise.launching import StopSignal
 from shardwise.parallel.apply import build_parallel
 from shardwise.parallel.mesh import Mesh
 from shardwise.parallel.process import Process
 from shardwise.planner.parameters import count_parameters
-from shardwise.report.loggers import Background
 from shardwise.report.progress import ProgressLine
 from shardwise.spec import InputError, Step
 from shardwise.spec.numbers import human
 from shardwise.training.batches import Batches
 from shardwise.training.loop import Trainer
-from shardwise.training.metrics import Journal
 from shardwise.verbs.job import Job, store_run
+from shardwise.verbs.records import Records
 
 
 class Session:
     """Builds or restores the model, then trains, records, saves and evaluates it. Every method is collective."""
 
     def __init__(
-        self, job: Job, process: Process, mesh: Mesh, stop: StopSignal, progress: ProgressLine, log: tuple[str, ...]
+        self,
+        job: Job,
+        process: Process,
+        mesh: Mesh,
+        stop: StopSignal,
+        progress: ProgressLine,
+        log: tuple[str, ...],
+        bands: Bands | None,
     ):
+        began = time.perf_counter()
         run, recipe = job.run, job.run.recipe
         self.job, self._process, self._mesh, self._stop, self._progress = job, process, mesh, stop, progress
+        self._bands = bands
         self.total = recipe.total_steps
         self._first = process.rank == 0
         if recipe.deterministic:
@@ -55,14 +64,15 @@ class Session:
         self.done = self._restore()  # completed steps
         if self._first:
             store_run(job)
-        self._journals = [Journal(job.out / f"{name}.jsonl", self.done) for name in _JOURNALS] if self._first else []
-        self._background = Background(log if self._first else (), job.out, progress.say)
-        self.last_validation: Validation | None = None
+        where = {"world": process.world, "device": self._device(), "layout": run.fixed_layout.describe()}
+        self._records = Records(
+            job.out, self.done, time.perf_counter() - began, where, log, progress.say, active=self._first
+        )
 
     def steps(self) -> Iterator[Step]:
         """The Steps that are left."""
         run, data = self.job.run, self.job.data
-        order = Order(data.train.tokens, run.recipe.sequence, run.recipe.batch_sequences, run.recipe.seed)
+        order = data.order(run.recipe.sequence, run.recipe.batch_sequences, run.recipe.seed)
         batches = Batches(
             data.train, order, run.fixed_layout, self._mesh.data_rank, run.model.vocabulary, self._process.device
         )
@@ -73,12 +83,13 @@ class Session:
 
     def record(self, step: Step) -> None:
         """Write the step down and show it."""
-        self._write(0, step)
+        self._records.step(step.dump())
         self._progress.step(step, first=step.step == self.done + 1)
         self.done = step.step
 
     def save(self, step: Step) -> None:
         """Commit a checkpoint of the state after `step`; in the background, unless the Run says otherwise."""
+        began = time.perf_counter()
         self._checkpointer.save(
             step.step,
             collect(self._module, self.trainer.optimizer) | self.trainer.loss_scale.state(),
@@ -86,12 +97,14 @@ class Session:
             run=self.job.run.dump(),
             data=self.job.data.fingerprint,
         )
+        self._records.event("save", step.step, time.perf_counter() - began)
 
     def evaluate(self) -> bool:
         """Validate after the step that is done. False where a stop came first; then the loop ends, too."""
         run = self.job.run
         if run.recipe.evaluation.tokens == 0 or self.job.data.validation.tokens < 2:
             return True
+        began = time.perf_counter()
         result = validate(
             self._module,
             self.trainer.loss_sum,
@@ -109,12 +122,15 @@ class Session:
         if result is None:
             self.trainer.stopping = True
             return False
-        self.last_validation = result
-        self._write(1, result)
+        self._records.event("evaluation", result.step, time.perf_counter() - began)
         self._progress.say(
             f"step {result.step}/{self.total}  validation loss {result.loss:.4f}  "
-            f"{result.bits_per_byte:.4f} bits per byte  ({human(result.tokens)} tokens)"
+            f"{result.bits_text} bits per byte  ({human(result.tokens)} tokens)"
         )
+        verdict = self._bands and self._bands.check(result.step * self._batch_tokens, result.loss)
+        if verdict:
+            self._progress.say(verdict.describe())
+        self._records.evaluation(result.dump() | (verdict.dump() if verdict else {}))
         return True
 
     def evaluated(self) -> bool:
@@ -124,13 +140,18 @@ class Session:
         dist.broadcast_object_list(found, device=self._process.device)
         return bool(found[0])
 
-    def close(self) -> bool:
-        """Wait for what is under way. False where the last checkpoint could not be saved."""
+    def close(self, reason: str) -> tuple[bool, bool]:
+        """Wait for what is under way, and write the report. `reason` says why the session ends: 'done', 'SIGTERM', ….
+
+        Returns whether the last checkpoint was saved, and whether every validation loss was as expected.
+        """
+        began = time.perf_counter()
         self._checkpointer.close()
-        self._background.close()
-        for journal in self._journals:
-            journal.close()
-        return self._checkpointer.last_error is None
+        error = self._checkpointer.last_error
+        self._records.event("stop", self.done, time.perf_counter() - began, reason=error or reason)
+        expected = [self._records.close(self._bands, self._batch_tokens)]
+        dist.broadcast_object_list(expected, device=self._process.device)  # only rank 0 has the whole run's
+        return error is None, expected[0]
 
     def _restore(self) -> int:
         """Load the newest complete checkpoint onto this layout, if there is one; returns its step."""
@@ -143,30 +164,31 @@ class Session:
                 )
             return 0
         state = collect(self._module, self.trainer.optimizer) | self.trainer.loss_scale.state()
+        if entry.step == 0:  # imported: weights only, in fp32
+            restore(entry.path, {"model": state["model"]}, cast=True)
+            self._progress.say(f"starting from the weights in {entry.path}")
+            return 0
         restore(entry.path, state)
         apply(self._module, self.trainer.optimizer, state)
         self.trainer.loss_scale.load(state)
         self._progress.say(f"continuing after step {entry.step} from {entry.path}")
         return entry.step
 
-    def _write(self, journal: int, record: Step | Validation) -> None:
-        if self._first:
-            self._journals[journal].write(record.dump())
-            self._background.log(record.dump())
+    @property
+    def _batch_tokens(self) -> int:
+        return self.job.run.recipe.batch_sequences * self.job.run.recipe.sequence
+
+    def _device(self) -> str:
+        return torch.cuda.get_device_name(self._process.device) if self._process.device.type == "cuda" else "CPU"
 
     def _describe(self) -> str:
         run, data = self.job.run, self.job.data
-        device = "CPU"
-        if self._process.device.type == "cuda":
-            device = torch.cuda.get_device_name(self._process.device)
+        machine = f"{self._process.world} × {self._device()}"
         return (
             f"{run.to_yaml()}"
-            f"{run.model.name}: {count_parameters(run.model).total:,} parameters on {self._process.world} × {device}, "
+            f"{run.model.name}: {count_parameters(run.model).total:,} parameters on {machine}, "
             f"{run.fixed_layout.describe()}\n"
             f"data: {human(data.train.tokens)} training tokens, {human(data.validation.tokens)} validation tokens; "
-            f"{self.total} steps of {human(run.recipe.batch_sequences * run.recipe.sequence)} tokens "
+            f"{self.total} steps of {human(self._batch_tokens)} tokens "
             f"into {self.job.out}"
         )
-
-
-_JOURNALS = ("metrics", "evaluations")

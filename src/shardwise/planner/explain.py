@@ -1,0 +1,42 @@
+"""Why a layout stands where it does, in a line or two."""
+
+from __future__ import annotations
+
+from shardwise.planner.flops import attention_flops_per_token, model_flops_per_token
+from shardwise.planner.parameters import matmul_parameters
+from shardwise.planner.search import Found
+from shardwise.planner.step import Subject
+from shardwise.spec.memory import GIB, PARTS
+
+_WORTH_SAYING = 0.03  # share of the step from which a cost is named
+
+_COSTS = {
+    "recompute": "recomputing activations",
+    "tensor": "exposed tensor-parallel communication",
+    "context": "exposed context-parallel communication",
+    "expert": "exposed expert all-to-all",
+    "data": "exposed data-parallel communication",
+    "bubble": "pipeline bubble",
+    "optimizer": "optimizer",
+}
+
+
+def utilisation(subject: Subject, tokens_per_second_per_gpu: float) -> tuple[float, float]:
+    """MFU and HFU against the dense peak of the layers' dtype. HFU adds what is recomputed: of the products and of
+    attention, each a third of its forward and backward."""
+    peak = subject.cluster.gpu.peak_flops(subject.dtype) or float("inf")
+    model, sequence, again = subject.model, subject.sequence, subject.recompute
+    flops = model_flops_per_token(model, sequence)
+    blocks = 2 * (matmul_parameters(model) - model.vocabulary * model.hidden)
+    repeated = again.gemm * blocks + again.attention * attention_flops_per_token(model, sequence) / 3
+    return flops * tokens_per_second_per_gpu / peak, (flops + repeated) * tokens_per_second_per_gpu / peak
+
+
+def reasons(found: Found) -> tuple[str, ...]:
+    """What the step is spent on beside compute, the largest first; and what fills the memory."""
+    step, memory = found.step, found.memory
+    costs = sorted(((step.parts[kind], text) for kind, text in _COSTS.items()), reverse=True)
+    lines = [f"{text} {cost / step.seconds:.0%}" for cost, text in costs if cost >= _WORTH_SAYING * step.seconds]
+    largest = max(PARTS, key=lambda part: getattr(memory, part))
+    share = f"{largest} {getattr(memory, largest) / GIB:.1f} GiB of {memory.live / GIB:.1f} live"
+    return (", ".join(lines) or "compute alone", share)

@@ -1,0 +1,213 @@
+"""predict_memory: from a Subject to the Memory of its fullest rank."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterable
+from typing import Literal
+
+from shardwise.planner.memory.activations import Policy, block_kept, kept_bytes
+from shardwise.planner.memory.families import FAMILIES, WORKSPACE, Family
+from shardwise.planner.memory.fit import outside_bytes
+from shardwise.planner.memory.stages import Chunk, Held, chunks_of, held
+from shardwise.planner.memory.units import Event, Situation, replicated_events, sharded_events
+from shardwise.planner.memory.weights import Weights, block_weights, position_weights, sharding, table_weights
+from shardwise.planner.memory.whole import whole_events, whole_states
+from shardwise.planner.step import Subject
+from shardwise.spec import Layout, Model
+from shardwise.spec.memory import Memory
+
+_WIDTHS = {"fp64": 8, "fp32": 4}  # of activations; 2 in every other type
+
+
+def predict_memory(subject: Subject, stage_rank: int | None = None) -> Memory:
+    """The peak of a step once optimizer states exist, on pipeline rank `stage_rank`, or on the fullest one.
+
+    Its class is closed-form: no figure in it was measured on this subject. Raises ValueError where the pipeline's
+    schedule cannot do the number of micro-batches (`spec/legality.py` says it first).
+    """
+    if stage_rank is not None:
+        return _rank_memory(subject, stage_rank)
+    return max((_rank_memory(subject, rank) for rank in _candidates(subject)), key=lambda memory: memory.live)
+
+
+def _candidates(subject: Subject) -> list[int]:
+    """Pipeline ranks of which one is the fullest: the ends, and the first of those with the most layers."""
+    layout = subject.layout
+    if layout.pp <= 3:
+        return list(range(layout.pp))
+    layers = [
+        sum(chunk.layers for chunk in chunks_of(subject.model, layout, rank).values()) for rank in range(layout.pp)
+    ]
+    return sorted({0, layers.index(max(layers)), layout.pp - 1})
+
+
+def _rank_memory(subject: Subject, rank: int) -> Memory:
+    layout, family = subject.layout, FAMILIES[subject.stack.name]
+    at = _situation(subject, family, rank)
+    moments: Iterable[Event]
+    if family.sharded_units:
+        weights = at.blocks + at.table * (at.embeds + at.own_head) + at.positions * at.embeds
+        wide = max(4, at.width)
+        parameters = wide * (weights.whole if layout.zero == 1 else weights.shard)
+        optimizer = 2 * wide * weights.shard
+        moments = sharded_events(at) if layout.zero >= 2 else replicated_events(at)
+    else:
+        parameters, whole, optimizer = whole_states(at, family, subject.gradient_bytes)
+        moments = whole_events(at, whole)
+    if layout.offload in ("optimizer", "parameters"):
+        optimizer = 0.0
+    if layout.offload == "parameters":
+        parameters = 0.0
+    event, gradients, gathered, activations, logits, transient = max(moments, key=lambda moment: sum(moment[1:]))
+    transient += WORKSPACE
+    live = parameters + optimizer + gradients + gathered + activations + logits + transient
+    low, mid, high = family.slack
+    communication, outside = outside_bytes(layout, family)
+    return Memory.model_construct(
+        rank=rank * (layout.world // layout.pp),
+        stage=rank,
+        class_="closed-form",
+        overhead_class="modelled",
+        event=event,
+        parameters=parameters,
+        gradients=gradients,
+        optimizer=optimizer,
+        gathered=gathered,
+        activations=activations,
+        logits=logits,
+        transient=transient,
+        reserved=(low * live, mid * live, high * live),
+        communication=communication,
+        outside=outside,
+    )
+
+
+def _situation(subject: Subject, family: Family, rank: int) -> Situation:
+    layout, model = subject.layout, subject.model
+    chunks = chunks_of(model, layout, rank)
+    embeds, heads = 0 in chunks, len(chunks) * layout.pp - 1 in chunks
+    width = _WIDTHS.get(subject.dtype, 2)
+    tokens = layout.micro_batch * subject.sequence / layout.cp
+    even, ranks = not family.sharded_units, sharding(layout)
+    counts = {False: sum(chunk.dense for chunk in chunks.values()), True: sum(chunk.moe for chunk in chunks.values())}
+    kinds = [moe for moe, count in counts.items() if count] or [False]
+    kept = {moe: _kept_of_block(subject, family, tokens, width, moe=moe) for moe in kinds}
+    weights = {moe: block_weights(model, layout.tp, layout.ep, ranks, moe=moe, even=even) for moe in kinds}
+    largest = max(kinds, key=lambda moe: kept[moe][0] + 4 * weights[moe].whole)
+
+    most: Held = dict.fromkeys(chunks, 1)
+    at_head = most
+    if layout.pp > 1:
+        most, at_head = held(layout.schedule, layout.pp, subject.micro_batches, layout.virtual_stages, rank)
+
+    def activations(in_flight: Held) -> float:
+        return sum(count * _kept_of_chunk(chunks[stage], kept, layout) for stage, count in in_flight.items())
+
+    stream = width * tokens * model.hidden / (layout.tp if subject.sequence_parallel else 1)
+    left, again = _recompute(layout, *kept[largest], stream=stream, layers=sum(counts.values()))
+    offloaded = layout.offload == "activations"  # leaves the block that computes and the one that is being copied
+    style = family.style(layout)
+    return Situation(
+        block=weights[largest],
+        blocks=sum((weights[moe] * counts[moe] for moe in kinds), Weights()),
+        table=table_weights(model, layout.tp, ranks, even=even),
+        positions=position_weights(model, ranks, even=even),
+        embeds=embeds,
+        heads=heads,
+        tied=model.tied and embeds and heads,
+        width=width,
+        casts=width < 4,
+        keeps_gathered=layout.zero == 2,
+        replicated=layout.zero < 2 and layout.data_ranks * layout.cp > 1,
+        micro_batches=subject.micro_batches,
+        whole_gradients=layout.zero < 2 or (layout.pp > 1 and subject.micro_batches > 1),
+        pipelined=layout.pp > 1 and subject.micro_batches > 1,
+        stream=stream,
+        kept=2 * left if offloaded else activations(most),
+        kept_at_head=2 * left if offloaded else activations(at_head),
+        kept_block=left,
+        recomputed=again,
+        working=_working(subject, tokens, width, moe=largest, stream=stream, scores=style.scores),
+        logits=tokens * model.vocabulary / layout.tp,
+        loss=family.loss_bytes(layout),
+        chunked=layout.loss == "chunked",
+    )
+
+
+def _kept_of_block(subject: Subject, family: Family, tokens: float, width: int, *, moe: bool) -> tuple[float, float]:
+    """Bytes that a block keeps without recompute, and with the layout's."""
+    layout = subject.layout
+    key = (layout.tp, layout.cp, layout.cp_method, layout.ep)
+    policy = family.policy(layout)
+    none, some = _kept_per_token(
+        subject.model,
+        family.name,
+        layout.compile,
+        *key,
+        policy,
+        subject.sequence,
+        subject.sequence_parallel,
+        width,
+        moe,
+    )
+    return tokens * none, tokens * some
+
+
+@functools.lru_cache(maxsize=65536)
+def _kept_per_token(
+    model: Model,
+    family: str,
+    compiled: bool,
+    tp: int,
+    cp: int,
+    cp_method: Literal["allgather", "ring", "ulysses"],
+    ep: int,
+    policy: Policy,
+    sequence: int,
+    sequence_parallel: bool,
+    width: int,
+    moe: bool,
+) -> tuple[float, float]:
+    layout = Layout.model_construct(tp=tp, cp=cp, cp_method=cp_method, ep=ep, compile=compiled, zero=0)
+    style = FAMILIES[family].style(layout)
+    kept = block_kept(
+        model, layout, style, moe=moe, sequence=sequence, sequence_parallel=sequence_parallel, width=width
+    )
+    return kept_bytes(kept, "none"), kept_bytes(kept, policy)
+
+
+def _kept_of_chunk(chunk: Chunk, kept: dict[bool, tuple[float, float]], layout: Layout) -> float:
+    """Saved activations of one micro-batch in one stage."""
+    dense = _kept_of_layers(chunk.dense, *kept[False], layout) if chunk.dense else 0.0
+    return dense + (_kept_of_layers(chunk.moe, *kept[True], layout) if chunk.moe else 0.0)
+
+
+def _kept_of_layers(count: int, none: float, some: float, layout: Layout) -> float:
+    kind = layout.recompute
+    if kind.startswith("every:"):
+        again = -(-count // int(kind.removeprefix("every:")))
+        return again * some + (count - again) * none
+    if kind == "sqrt":
+        return some * math.ceil(count / math.ceil(math.sqrt(count)))
+    return count * some
+
+
+def _recompute(layout: Layout, none: float, some: float, *, stream: float, layers: int) -> tuple[float, float]:
+    """What a block's backward finds, and what it makes again (with sqrt: a whole segment)."""
+    if layout.recompute == "sqrt":
+        return stream, math.ceil(math.sqrt(layers)) * none - stream
+    return some, max(0.0, none - some)
+
+
+def _working(subject: Subject, tokens: float, width: int, *, moe: bool, stream: float, scores: bool) -> float:
+    """Temporaries where a block's backward is at its fullest: beside the gradient of its output, those of the MLP's
+    inner tensors, or of the attention scores."""
+    model, layout = subject.model, subject.layout
+    inner = model.ffn / layout.tp
+    if moe and model.experts:
+        inner = model.experts.top_k * model.experts.ffn / layout.tp
+    tensors = 2 if model.activation == "swiglu" else 1
+    attention = 2 * model.heads / layout.tp * subject.sequence if scores else 0.0
+    return stream + width * tokens * max(inner * tensors, attention)

@@ -1,0 +1,67 @@
+"""Which layers a pipeline rank holds, and how many micro-batches' activations of them at once."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+from shardwise.planner.pipeline import in_flight
+from shardwise.planner.schedules import order, stages_of
+from shardwise.spec import Layout, Model
+
+FOLDED = ("zbv", "dualpipev")  # each rank has two stages, whatever virtual_stages says
+Held = dict[int, int]
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Consecutive layers of one stage: how many dense ones, how many of experts."""
+
+    dense: int
+    moe: int
+
+    @property
+    def layers(self) -> int:
+        return self.dense + self.moe
+
+
+def chunks_of(model: Model, layout: Layout, rank: int) -> dict[int, Chunk]:
+    """The stages of a pipeline rank, by number. Layer l is on stage l · stages // layers, as in `planner/step.py`."""
+    if layout.pp == 1:
+        return {0: _chunk(model, 0, 1)}
+    stages = layout.pp * layout.virtual_stages
+    if layout.schedule in FOLDED:
+        stages = 2 * layout.pp
+    return {
+        stage: _chunk(model, stage, stages)
+        for stage in stages_of(layout.schedule, layout.pp, layout.virtual_stages, rank)
+    }
+
+
+def _chunk(model: Model, stage: int, stages: int) -> Chunk:
+    first, end = -(-stage * model.layers // stages), -(-(stage + 1) * model.layers // stages)
+    dense_layers = model.experts.dense_layers if model.experts else model.layers
+    dense = max(0, min(end, dense_layers) - first)
+    return Chunk(dense, end - first - dense)
+
+
+@functools.lru_cache(maxsize=4096)
+def held(schedule: str, pipeline: int, micro_batches: int, virtual: int, rank: int) -> tuple[Held, Held]:
+    """Micro-batches in flight by stage of a rank: where they are most in all, and where they are most while the rank
+    runs the last stage (empty on ranks without it). The action's own micro-batch counts.
+
+    Raises ValueError for a number of micro-batches that the schedule cannot do.
+    """
+    # A long run is a short one and a steady state.
+    few = min(micro_batches, max(3 * pipeline, 2 * pipeline + 2))
+    if schedule.startswith("interleaved"):
+        few = min(micro_batches, max(pipeline, few // pipeline * pipeline))
+    program = order(schedule, pipeline, few, virtual)[rank]
+    last = (2 if schedule in FOLDED else virtual) * pipeline - 1
+    counts = in_flight(program)
+    head = [now for now, action in zip(counts, program, strict=True) if action.stage == last]
+    return max(counts, key=_total), max(head, key=_total, default={})
+
+
+def _total(counts: Held) -> int:
+    return sum(counts.values())

@@ -1,0 +1,185 @@
+"""Search: every legal layout of a model on a cluster, the fastest that fit first.
+
+Three passes. All legal degrees are listed and timed with closed-form bubbles (some ten microseconds each). They are
+walked from the best on, and the memory of each is predicted until enough fit. The survivors' pipelines are then
+simulated, and they are ranked again.
+"""
+
+from __future__ import annotations
+
+import heapq
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from shardwise.planner.memory import predict_memory, verdict
+from shardwise.planner.recompute import recompute_of
+from shardwise.planner.stacks import Stack
+from shardwise.planner.step import StepModel, StepTime, Subject
+from shardwise.spec import Cluster, InputError, Layout, Model, Recipe
+from shardwise.spec.legality import divisors, enough_micro_batches, illegal
+from shardwise.spec.memory import Memory
+
+_MICRO_BATCHES = (1, 2, 4, 8, 16, 32, 64)
+_SCHEDULES = (("1f1b", (1,)), ("interleaved", (2, 3, 4, 5, 6, 8)), ("interleaved-zb", (2, 4)), ("zbv", (2,)),
+              ("dualpipev", (2,)))  # fmt: skip
+_RECOMPUTES = ("none", "selective", "full")
+_WALKED = 4000  # candidates whose memory is predicted at the most
+
+# A subject with its degrees, its micro-batches, recompute policy, and (schedule, virtual stages).
+Choice = tuple[Subject, int, str, tuple[str, int]]
+
+
+@dataclass(frozen=True)
+class Found:
+    """One layout with its predictions."""
+
+    subject: Subject
+    step: StepTime
+    memory: Memory
+    verdict: str
+
+    @property
+    def layout(self) -> Layout:
+        return self.subject.layout
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Over all ranks."""
+        layout = self.layout
+        tokens = layout.data_ranks * layout.micro_batch * self.subject.micro_batches * self.subject.sequence
+        return tokens / self.step.seconds
+
+
+@dataclass(frozen=True)
+class Search:
+    """The best first; how many were refused and why; how many there were; how long it took."""
+
+    found: tuple[Found, ...]
+    rejected: dict[str, int]
+    searched: int
+    seconds: float
+
+
+def search(model: Model, cluster: Cluster, recipe: Recipe, stack: Stack, *, top: int = 10) -> Search:
+    """The `top` fastest layouts that fit, one per set of degrees; the least bad ones where none fits.
+
+    Without recipe.batch_tokens each data rank gets one micro-batch a step. Raises InputError where no layout is legal.
+    """
+    began = time.perf_counter()
+    rejected: Counter[str] = Counter()
+    timed: list[tuple[float, int, Choice]] = []
+    base = Subject(model, Layout.load({}), cluster, stack, recipe.sequence, 1)
+    steps = StepModel(base)
+    for layout, micro_batches, recompute, schedules in candidates(model, cluster, recipe, rejected):
+        subject = replace(base, layout=layout, recompute=recompute_of(recompute))
+        tokens = layout.data_ranks * layout.micro_batch * micro_batches
+        for choice, seconds in zip(schedules, steps.estimate(subject, micro_batches, schedules), strict=True):
+            timed.append((seconds / tokens, len(timed), (subject, micro_batches, recompute, choice)))
+    if not timed:
+        raise InputError(
+            f"no layout of {model.name} on {cluster.gpus} × {cluster.gpu.name} is legal: "
+            + "; ".join(f"{count} × {reason}" for reason, count in rejected.most_common(5))
+        )
+    best = heapq.nsmallest(_WALKED, timed)
+    found = _fitting((_subject(choice) for _, _, choice in best), steps, rejected, most=3 * top)
+    found.sort(key=lambda item: (item.verdict == "oom", -item.tokens_per_second))
+    return Search(tuple(found[:top]), dict(rejected), len(timed), time.perf_counter() - began)
+
+
+def _subject(choice: Choice) -> Subject:
+    subject, micro_batches, recompute, (schedule, virtual) = choice
+    changes = {
+        "schedule": schedule,
+        "virtual_stages": virtual,
+        "recompute": recompute,
+        "compile": schedule in ("1f1b", "interleaved"),
+    }
+    layout = Layout.load(subject.layout.model_copy(update=changes).model_dump())
+    return replace(subject, layout=layout, micro_batches=micro_batches)
+
+
+def _fitting(subjects: Iterable[Subject], steps: StepModel, rejected: Counter[str], most: int) -> list[Found]:
+    """Walk from the fastest on; keep the first of each set of degrees that fits, and the smallest that does not."""
+    found: dict[tuple[int, ...], Found] = {}
+    smallest: tuple[float, Subject, Memory] | None = None
+    for subject in subjects:
+        layout = subject.layout
+        degrees = (layout.dp_replicate, layout.dp_shard, layout.tp, layout.cp, layout.pp, layout.ep)
+        if degrees in found:
+            continue
+        memory = predict_memory(subject)
+        judged = verdict(memory, subject.cluster.gpu)
+        if judged == "oom":
+            rejected["out of memory"] += 1
+            if smallest is None or memory.live < smallest[0]:
+                smallest = (memory.live, subject, memory)
+            continue
+        found[degrees] = Found(subject, steps.predict(subject), memory, judged)
+        if len(found) >= most:
+            break
+    if not found and smallest:
+        _, subject, memory = smallest
+        return [Found(subject, steps.predict(subject), memory, "oom")]
+    return list(found.values())
+
+
+def candidates(
+    model: Model, cluster: Cluster, recipe: Recipe, rejected: Counter[str]
+) -> Iterator[tuple[Layout, int, str, list[tuple[str, int]]]]:
+    """Every legal set of degrees with its micro-batch, number of micro-batches and recompute policy, and the (schedule,
+    virtual stages) that it allows. What is refused is counted in `rejected`, by reason."""
+    batch = recipe.batch_sequences if recipe.batch_tokens else None
+    for layout in _degrees(model, cluster):
+        problem = next(illegal(model, layout, recipe.model_copy(update={"batch_tokens": None})), None)
+        if problem:
+            rejected[_reason(problem)] += 1
+            continue
+        for micro_batch in _MICRO_BATCHES:
+            micro_batches = 1 if layout.pp == 1 else 4 * layout.pp
+            if batch is not None:
+                if batch % (layout.data_ranks * micro_batch):
+                    rejected["the batch does not divide over data ranks and micro-batches"] += 1
+                    continue
+                micro_batches = batch // (layout.data_ranks * micro_batch)
+            schedules = _schedules(model, layout.pp, micro_batches, rejected)
+            if schedules:
+                chosen = layout.model_copy(update={"micro_batch": micro_batch})
+                for recompute in _RECOMPUTES:
+                    yield chosen, micro_batches, recompute, schedules
+
+
+def _schedules(model: Model, pipeline: int, micro_batches: int, rejected: Counter[str]) -> list[tuple[str, int]]:
+    if pipeline == 1:
+        return [("1f1b", 1)]
+    allowed = []
+    for schedule, chunks in _SCHEDULES:
+        if not enough_micro_batches(schedule, pipeline, micro_batches):
+            rejected[f"{schedule} cannot do so few micro-batches, or not that number"] += 1
+            continue
+        allowed += [(schedule, virtual) for virtual in chunks if pipeline * virtual <= model.layers]
+    return allowed
+
+
+def _degrees(model: Model, cluster: Cluster) -> Iterator[Layout]:
+    """All products of degrees that make the number of chips; tensor parallelism stays within the fast domain."""
+    gpus, domain = cluster.gpus, min(cluster.gpus, cluster.gpu.domain)
+    for tp in (n for n in divisors(gpus) if n <= domain):
+        for pp in (n for n in divisors(gpus // tp) if n <= model.layers):
+            for cp in divisors(gpus // (tp * pp)):
+                data = gpus // (tp * pp * cp)
+                for shard in divisors(data):
+                    for ep in divisors(shard * cp * tp) if model.experts else [1]:
+                        stages: tuple[Literal[0, 2, 3], ...] = (0,) if shard == 1 else (2, 3)
+                        for zero in stages:
+                            yield Layout.model_construct(
+                                dp_replicate=data // shard, dp_shard=shard, tp=tp, cp=cp, pp=pp, ep=ep, zero=zero
+                            )
+
+
+def _reason(problem: str) -> str:
+    """A refusal without its numbers, so that equal ones can be counted."""
+    words = [word for word in problem.split(";")[0].split() if not any(char.isdigit() for char in word)]
+    return " ".join(words)

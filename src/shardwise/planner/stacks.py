@@ -1,0 +1,94 @@
+"""Stacks: what a training software reaches on a chip, and what it hides. The planner's own subject is `shardwise`;
+the others exist so that published runs of other trainers can be predicted and the planner be scored on them.
+
+Constants depend on the chip's generation, the precision and the software, never on a run. Where they come from, and how
+well they do on runs that they were not fitted to: docs/accuracy.md.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from shardwise.planner.compute import Speed
+from shardwise.spec import Gpu, InputError
+
+GENERATIONS = {"a100": "ampere", "a10g": "ampere", "l4": "ada", "l40s": "ada", "h100": "hopper", "h200": "hopper",
+               "b200": "blackwell", "b300": "blackwell-ultra", "gb200": "blackwell", "gb300": "blackwell-ultra",
+               "vr": "rubin", "mi300x": "cdna3"}  # fmt: skip
+
+
+def generation(gpu: Gpu) -> str:
+    """What the constants of a chip are filed under: its family, and its power limit where that is unusual."""
+    family = GENERATIONS.get(gpu.name.split("-")[0], "other")
+    return f"{family}-500w" if gpu.name.endswith("-500w") else family
+
+
+@dataclass(frozen=True)
+class Stack:
+    """`gemm[(generation, dtype)]`: best-shape share of the dtype's peak, sustained in training.
+    `attention[generation]`: share of the bf16 peak, forward and backward together, FLOPs counted causal.
+    `traffic`: elementwise bytes over those of fused kernels. The `hides`: share of a communication that may run beside
+    compute. `slowdown`: how much longer hidden communication makes the compute beside it, as a share of its own time.
+    """
+
+    name: str
+    gemm: dict[tuple[str, str], float]
+    attention: dict[str, float]
+    traffic: float = 1.0
+    hides_data: float = 1.0
+    hides_tensor: float = 0.0
+    hides_context: float = 0.8
+    context_imbalance: float = 1.0  # attention over its causal share where the sequence is split
+    hides_expert: float = 0.0
+    slowdown: float = 0.1
+    step_overhead_seconds: float = 0.0
+    layer_overhead_seconds: float = 0.0  # host and launches, per layer and micro-batch, each of three passes
+    expert_overhead_seconds: float = 0.0  # the same, more, for a layer with routed experts
+
+    def speed(self, gpu: Gpu, dtype: str) -> Speed:
+        """Rates on this chip. Raises InputError where the chip's peak for the dtype is not known."""
+        family = generation(gpu)
+        peak, wide = gpu.peak_flops(dtype.split("-")[0]), gpu.peak_flops("bf16")
+        if peak is None or wide is None or gpu.bandwidth_tb_s is None:
+            raise InputError(f"cluster.gpu {gpu.name}: its peak rate for {dtype} is not known")
+        return Speed(
+            gemm_flops=peak * self.gemm.get((family, dtype), 0.6),
+            head_gemm_flops=wide * self.gemm.get((family, "bf16"), 0.7),
+            attention_flops=wide * self.attention.get(family, 0.35),
+            bytes_per_second=0.85 * gpu.bandwidth_tb_s.value * 1e12,
+            multiprocessors=gpu.multiprocessors or 128,
+        )
+
+
+# Fitted to the runs of five published sources (dgxc, llmfoundry, titan, bloom, mbridge), as `benchmarks/fit_stacks.py`
+# does; the other sources were not looked at. Kernels are shared within a family of software.
+_TORCH_GEMM = {("ampere", "bf16"): 0.80, ("hopper", "bf16"): 0.631, ("hopper", "fp8"): 0.50,
+               ("hopper-500w", "bf16"): 0.56, ("hopper-500w", "fp8"): 0.50,
+               ("hopper-500w", "fp8-rowwise"): 0.265}  # fmt: skip
+_TORCH_ATTENTION = {"ampere": 0.311, "hopper": 0.177, "hopper-500w": 0.243}
+_MEGATRON_GEMM = {("ampere", "bf16"): 0.593, ("hopper", "bf16"): 0.76, ("hopper", "fp8"): 0.70,
+                  ("blackwell", "bf16"): 0.594, ("blackwell", "fp8"): 0.568, ("blackwell", "fp4"): 0.448,
+                  ("blackwell-ultra", "bf16"): 0.354, ("blackwell-ultra", "fp8"): 0.742,
+                  ("blackwell-ultra", "fp4"): 0.498}  # fmt: skip
+_MEGATRON_ATTENTION = {"ampere": 0.75, "hopper": 0.485, "blackwell": 0.448, "blackwell-ultra": 0.611}
+
+# shardwise itself: products and cuDNN attention as measured on one H200 (docs/accuracy.md); Ampere and Blackwell from
+# the other software on them.
+_OWN_GEMM = {("ampere", "bf16"): 0.80, ("hopper", "bf16"): 0.78, ("hopper", "fp8"): 0.62, ("blackwell", "bf16"): 0.70,
+             ("blackwell", "fp8"): 0.60, ("blackwell-ultra", "bf16"): 0.70,
+             ("blackwell-ultra", "fp8"): 0.65}  # fmt: skip
+_OWN_ATTENTION = {"ampere": 0.45, "hopper": 0.45, "blackwell": 0.45, "blackwell-ultra": 0.5}
+
+STACKS = {
+    stack.name: stack
+    for stack in [
+        Stack("shardwise", _OWN_GEMM, _OWN_ATTENTION, traffic=2.0, layer_overhead_seconds=1e-4),
+        Stack("torchtitan", _TORCH_GEMM, {**_TORCH_ATTENTION, "hopper": 0.424}, traffic=1.875, slowdown=0.154,
+              hides_tensor=0.2, context_imbalance=1.374, layer_overhead_seconds=2.2e-4),
+        Stack("fsdp1", _TORCH_GEMM, _TORCH_ATTENTION, traffic=0.85, slowdown=0.138, layer_overhead_seconds=5e-4),
+        Stack("megatron", _MEGATRON_GEMM, _MEGATRON_ATTENTION, traffic=1.59, slowdown=0.026, hides_data=0.68,
+              hides_tensor=0.598, hides_expert=0.486, layer_overhead_seconds=2.25e-4, expert_overhead_seconds=1e-3),
+        Stack("deepspeed", _MEGATRON_GEMM, _MEGATRON_ATTENTION, traffic=0.955, hides_data=0.0,
+              layer_overhead_seconds=5e-4),
+    ]
+}  # fmt: skip

@@ -1,0 +1,365 @@
+"""The time of one optimizer step, part by part."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from shardwise.planner.collectives import all_to_all_seconds, group_of, hop_seconds, ring_seconds
+from shardwise.planner.compute import Speed
+from shardwise.planner.parameters import layer_parameters, outer_parameters
+from shardwise.planner.pipeline import simulate
+from shardwise.planner.recompute import NONE, Recompute
+from shardwise.planner.schedules import order, stages_of
+from shardwise.planner.stacks import Stack
+from shardwise.planner.work import Work, block_work, head_work
+from shardwise.spec import Cluster, Layout, Model
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is predicted: a model on a layout of a cluster, the shape of its batch, and the software that trains it."""
+
+    model: Model
+    layout: Layout
+    cluster: Cluster
+    stack: Stack
+    sequence: int
+    micro_batches: int  # per step and data rank
+    dtype: str = "bf16"  # of the layers' products: bf16, fp8, fp4
+    recompute: Recompute = NONE
+    sequence_parallel: bool = True
+    gradient_bytes: int = 4  # per element, in the reduction
+    gather_bytes: float = 2.0  # per element, in the gather of parameters
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """`seconds` of one step; `parts` are what the busiest rank spends, by kind, exposed time only."""
+
+    seconds: float
+    parts: dict[str, float]
+    bubble_fraction: float
+    total_communication: Mapping[str, float] = field(default_factory=dict)  # hidden and exposed, by kind
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """Seconds of one layer and one micro-batch on one rank, and in them what nothing hides."""
+
+    forward: float
+    backward: float
+    tensor: float = 0.0
+    context: float = 0.0
+    expert: float = 0.0
+    recompute: float = 0.0
+
+
+@dataclass(frozen=True)
+class _Data:
+    """Communication of data parallelism: of one layer in every micro-batch (ZeRO-2 and 3), and once a step."""
+
+    gather_forward: float = 0.0
+    gather_backward: float = 0.0
+    reduce: float = 0.0
+    once: float = 0.0
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """Of what one rank's step consists, in seconds, for whoever draws it (`planner/rank_timeline.py`)."""
+
+    layers: tuple[_Layer, _Layer]  # the first, and the last
+    dense_layers: int  # how many are of the first one's kind; where all are alike, 0
+    head: tuple[float, float]  # output head and loss: forward, backward
+    data: _Data
+    hop: float  # from one pipeline rank to the next
+    optimizer: float
+
+
+def predict_step(subject: Subject, *, simulate_pipeline: bool = True) -> StepTime:
+    """The step of one Subject; `StepModel` predicts many that share all but the layout."""
+    return StepModel(subject).predict(subject, simulate_pipeline=simulate_pipeline)
+
+
+class StepModel:
+    """Predicts the steps of subjects that differ in layout, micro-batches and recompute only, remembering their parts.
+
+    A layer is its products, attention and traffic at the stack's rates, plus what tensor, context and expert
+    parallelism expose. Data parallelism hides behind the layers of a micro-batch as far as they last. Stages run
+    through the pipeline's own schedule.
+    """
+
+    def __init__(self, subject: Subject):
+        self._speed = subject.stack.speed(subject.cluster.gpu, subject.dtype)
+        self._layers: dict[tuple[object, ...], _Layer] = {}
+        self._heads: dict[tuple[object, ...], tuple[float, float]] = {}
+        self._data: dict[tuple[object, ...], _Data] = {}
+
+    def predict(self, subject: Subject, *, simulate_pipeline: bool = True) -> StepTime:
+        """Without simulate_pipeline the bubble is the schedule's closed form: faster, blind to uneven stages."""
+        layout, model, stack = subject.layout, subject.model, subject.stack
+        tokens = layout.micro_batch * subject.sequence / layout.cp
+        data = self._data_of(subject)
+        dense = model.experts.dense_layers if model.experts else 0
+        first, last = self._layer(subject, tokens, 0), self._layer(subject, tokens, model.layers - 1)
+
+        stages = layout.pp * layout.virtual_stages if layout.pp > 1 else 1
+        costs = [
+            (
+                _beside(kind.forward, data.gather_forward, stack),
+                _beside(kind.backward, data.gather_backward + data.reduce, stack),
+            )
+            for kind in (first, last)
+        ]
+        forward, backward = [0.0] * stages, [0.0] * stages
+        for stage in range(stages):
+            begin, end = -(-stage * model.layers // stages), -(-(stage + 1) * model.layers // stages)
+            few = max(0, min(end, dense) - begin)
+            forward[stage] = few * costs[0][0] + (end - begin - few) * costs[1][0]
+            backward[stage] = few * costs[0][1] + (end - begin - few) * costs[1][1]
+        head = self._head(subject, tokens)
+        forward[-1] += head[0]
+        backward[-1] += head[1]
+        pipeline = _simulated if simulate_pipeline else _closed_form
+        busy, total, bubble = pipeline(subject, forward, backward, tokens)
+
+        hidden = min(data.once * stack.hides_data, max(backward) * (layout.virtual_stages if stages > 1 else 1))
+        once = data.once - hidden * (1 - stack.slowdown)
+        optimizer = _optimizer_seconds(subject, self._speed)
+        count = model.layers / layout.pp * subject.micro_batches
+        inside = last.tensor + last.context + last.expert + last.recompute
+        exposed = sum(kind_cost - kind for kind_cost, kind in zip(costs[1], (last.forward, last.backward), strict=True))
+        parts = {
+            "compute": busy - count * (inside + exposed),
+            "recompute": count * last.recompute,
+            "tensor": count * last.tensor,
+            "context": count * last.context,
+            "expert": count * last.expert,
+            "data": once + count * exposed,
+            "bubble": total - busy,
+            "optimizer": optimizer,
+        }
+        return StepTime(total + once + optimizer + stack.step_overhead_seconds, parts, bubble)
+
+    def pieces(self, subject: Subject) -> Pieces:
+        """The durations that `predict` puts together."""
+        model = subject.model
+        tokens = subject.layout.micro_batch * subject.sequence / subject.layout.cp
+        return Pieces(
+            layers=(self._layer(subject, tokens, 0), self._layer(subject, tokens, model.layers - 1)),
+            dense_layers=model.experts.dense_layers if model.experts else 0,
+            head=self._head(subject, tokens),
+            data=self._data_of(subject),
+            hop=_hop(subject, tokens),
+            optimizer=_optimizer_seconds(subject, self._speed),
+        )
+
+    def estimate(self, subject: Subject, micro_batches: int, schedules: list[tuple[str, int]]) -> list[float]:
+        """Seconds of a step under each (schedule, virtual stages), for ranking many: as `predict`, with closed-form
+        bubbles and a pipeline cut into equal numbers of layers."""
+        layout, model, stack = subject.layout, subject.model, subject.stack
+        tokens = layout.micro_batch * subject.sequence / layout.cp
+        data, layer = self._data_of(subject), self._layer(subject, tokens, model.layers - 1)
+        forward = _beside(layer.forward, data.gather_forward, stack)
+        each = forward + _beside(layer.backward, data.gather_backward + data.reduce, stack)
+        head, layers, ranks = sum(self._head(subject, tokens)), model.layers, layout.pp
+        once = data.once * (1 - stack.hides_data * (1 - stack.slowdown))
+        fixed = once + _optimizer_seconds(subject, self._speed) + stack.step_overhead_seconds
+        seconds = []
+        for schedule, virtual in schedules:
+            stages = ranks * virtual
+            full = -(-layers // stages)  # layers of the fullest stage
+            last = full * (virtual - 1) + max(0, layers - full * (stages - 1)) if schedule != "zbv" else full
+            busy = micro_batches * max(virtual * full * each, last * each + head, (layers * each + head) / ranks)
+            bubble = (ranks - 1) * (layers * each + head) / ranks * bubble_share(schedule, virtual)
+            seconds.append(busy + bubble + fixed)
+        return seconds
+
+    def _layer(self, subject: Subject, tokens: float, index: int) -> _Layer:
+        layout, stack, model = subject.layout, subject.stack, subject.model
+        dense = model.experts is None or index < model.experts.dense_layers
+        key = (dense, tokens, layout.tp, layout.cp, layout.ep, subject.recompute, layout.async_tp)
+        if key in self._layers:
+            return self._layers[key]
+        speed, again = self._speed, subject.recompute
+        work = block_work(model, layout, tokens, subject.sequence, layer=index)
+        work = replace(
+            work,
+            attention_flops=work.attention_flops * (stack.context_imbalance if layout.cp > 1 else 1.0),
+            traffic_bytes=work.traffic_bytes * stack.traffic,
+        )
+        recompute = speed.forward_seconds(
+            Work(
+                tuple(replace(gemm, count=gemm.count * again.gemm) for gemm in work.gemms if again.gemm),
+                work.attention_flops * again.attention,
+                work.traffic_bytes * again.traffic,
+            )
+        )
+        hides_tensor = max(stack.hides_tensor, 0.6 if layout.async_tp else 0.0)
+        tensor = (1 - hides_tensor) * _tensor_seconds(subject, tokens, recomputed=again.gemm >= 1)
+        context = (1 - stack.hides_context) * _context_seconds(subject, tokens)
+        expert = 0.0 if dense else (1 - stack.hides_expert) * _expert_seconds(subject, tokens, again.gemm >= 1)
+        third = (tensor + context + expert) / 3
+        overhead = stack.layer_overhead_seconds + (0.0 if dense else stack.expert_overhead_seconds)
+        self._layers[key] = _Layer(
+            forward=speed.forward_seconds(work) + third + overhead,
+            backward=speed.backward_seconds(work) + recompute + 2 * third + 2 * overhead,
+            tensor=tensor,
+            context=context,
+            expert=expert,
+            recompute=recompute,
+        )
+        return self._layers[key]
+
+    def _head(self, subject: Subject, tokens: float) -> tuple[float, float]:
+        """Forward and backward of output head and loss."""
+        key = (tokens, subject.layout.tp)
+        if key not in self._heads:
+            work, speed = head_work(subject.model, subject.layout, tokens), self._speed
+            once = work.traffic_bytes / speed.bytes_per_second  # the backward moves as much as the forward, not twice
+            self._heads[key] = (
+                speed.forward_seconds(work, head=True),
+                speed.backward_seconds(work, head=True) - once,
+            )
+        return self._heads[key]
+
+    def _data_of(self, subject: Subject) -> _Data:
+        layout = subject.layout
+        key = (layout.dp_replicate, layout.dp_shard, layout.cp, layout.tp, layout.pp, layout.ep, layout.zero)
+        if key not in self._data:
+            self._data[key] = _data_traffic(subject)
+        return self._data[key]
+
+
+def _data_traffic(subject: Subject) -> _Data:
+    layout, gpu, model = subject.layout, subject.cluster.gpu, subject.model
+    shards, stride = layout.dp_shard * layout.cp, layout.tp
+    one = layer_parameters(model, layout, model.layers - 1)
+    whole = one * model.layers / layout.pp + outer_parameters(model, layout)
+    if layout.zero >= 2 and shards > 1:
+        group = group_of(gpu, shards, stride)
+        gather = ring_seconds(gpu, group, one * subject.gather_bytes)
+        reduce = ring_seconds(gpu, group, one * subject.gradient_bytes)
+        once = 0.0
+        if layout.dp_replicate > 1:
+            replicas = group_of(gpu, layout.dp_replicate, stride * shards)
+            once = ring_seconds(gpu, replicas, whole * subject.gradient_bytes / shards, all_reduce=True)
+        if layout.zero == 3:
+            return _Data(gather, gather, reduce, once)
+        once += 2 * ring_seconds(gpu, group, whole * subject.gather_bytes) * 0.5
+        return _Data(0.0, 0.0, reduce, once)
+    ranks = layout.data_ranks * layout.cp
+    if ranks == 1:
+        return _Data()
+    group = group_of(gpu, ranks, stride)
+    if layout.zero == 1:
+        gradients = ring_seconds(gpu, group, whole * subject.gradient_bytes)
+        return _Data(once=gradients + ring_seconds(gpu, group, whole * subject.gather_bytes))
+    return _Data(once=ring_seconds(gpu, group, whole * subject.gradient_bytes, all_reduce=True))
+
+
+def _tensor_seconds(subject: Subject, tokens: float, *, recomputed: bool) -> float:
+    """Per layer: forward and backward each gather and scatter the residual stream twice (sequence parallel) or reduce
+    it twice; the backward gathers twice more for the weight gradients; a recomputed forward repeats its own."""
+    layout, gpu = subject.layout, subject.cluster.gpu
+    if layout.tp == 1:
+        return 0.0
+    payload = 2 * tokens * subject.model.hidden
+    group = group_of(gpu, layout.tp, 1)
+    if subject.sequence_parallel:
+        one = ring_seconds(gpu, group, payload)
+        return one * (10 + 4 * recomputed)
+    return ring_seconds(gpu, group, payload, all_reduce=True) * (4 + 2 * recomputed)
+
+
+def _context_seconds(subject: Subject, tokens: float) -> float:
+    """Keys and values of the whole sequence reach every rank in the forward, and again with their gradients in the
+    backward."""
+    layout, model, gpu = subject.layout, subject.model, subject.cluster.gpu
+    if layout.cp == 1:
+        return 0.0
+    width = model.latent.kv_rank + model.latent.rope_dim if model.latent else 2 * model.kv_heads * model.head_dim
+    payload = 2 * tokens * layout.cp * width / (1 if model.latent else layout.tp)
+    return 4 * ring_seconds(gpu, group_of(gpu, layout.cp, layout.tp), payload)
+
+
+def _expert_seconds(subject: Subject, tokens: float, recomputed: bool) -> float:
+    """Dispatch and combine, forward and backward."""
+    layout, model, gpu = subject.layout, subject.model, subject.cluster.gpu
+    if layout.ep == 1 or model.experts is None:
+        return 0.0
+    sent = 2 * tokens / layout.tp * model.experts.top_k * model.hidden
+    return all_to_all_seconds(gpu, group_of(gpu, layout.ep, 1), sent) * (4 + 2 * recomputed)
+
+
+def _beside(compute: float, communication: float, stack: Stack) -> float:
+    """Compute with communication that may hide behind it."""
+    hidden = communication * stack.hides_data
+    exposed = communication - hidden
+    return max(compute + stack.slowdown * min(hidden, compute), hidden) + exposed
+
+
+def _simulated(
+    subject: Subject, forward: list[float], backward: list[float], tokens: float
+) -> tuple[float, float, float]:
+    """Busy seconds of the busiest rank, seconds of all micro-batches through the pipeline, bubble share."""
+    layout, micro_batches = subject.layout, subject.micro_batches
+    if layout.pp == 1:
+        busy = micro_batches * (forward[0] + backward[0])
+        return busy, busy, 0.0
+    ranks = [stages_of(layout.schedule, layout.pp, layout.virtual_stages, rank) for rank in range(layout.pp)]
+    per_micro_batch = [sum(forward[stage] + backward[stage] for stage in stages) for stages in ranks]
+    # A long run is a short one and a steady state: simulating 3 rounds of the pipeline is enough.
+    few = min(micro_batches, max(3 * layout.pp, 2 * layout.pp + 2))
+    if layout.schedule.startswith("interleaved"):
+        few = min(micro_batches, max(layout.pp, few // layout.pp * layout.pp))
+    seconds: dict[tuple[int, str], float] = {}
+    for stage, (f, b) in enumerate(zip(forward, backward, strict=True)):
+        seconds |= {(stage, "F"): f, (stage, "B"): b, (stage, "I"): b / 2, (stage, "W"): b / 2}
+    run = simulate(order(layout.schedule, layout.pp, few, layout.virtual_stages), seconds, _hop(subject, tokens))
+    total = run.seconds + (micro_batches - few) * max(per_micro_batch)
+    busy = micro_batches * max(per_micro_batch)
+    return busy, total, 1 - micro_batches * sum(per_micro_batch) / layout.pp / total
+
+
+def _hop(subject: Subject, tokens: float) -> float:
+    """Seconds that a micro-batch's activations take from one pipeline rank to the next."""
+    layout, gpu = subject.layout, subject.cluster.gpu
+    payload = 2 * tokens * subject.model.hidden / (layout.tp if subject.sequence_parallel else 1)
+    stride = layout.tp * layout.cp * layout.data_ranks
+    return hop_seconds(gpu, payload, across=stride >= gpu.domain)
+
+
+def bubble_share(schedule: str, virtual: int) -> float:
+    """The bubble over that of 1F1B, whose ranks each wait for (p - 1) micro-batches."""
+    shares = {"interleaved": 1 / virtual, "interleaved-zb": 0.5 / virtual, "zbv": 0.15, "dualpipev": 0.3}
+    return shares.get(schedule, 1.0)
+
+
+def _closed_form(
+    subject: Subject, forward: list[float], backward: list[float], tokens: float
+) -> tuple[float, float, float]:
+    """As `_simulated`, from the published bubble of each schedule (sources: planner/schedules.py)."""
+    layout, micro_batches = subject.layout, subject.micro_batches
+    through = sum(forward) + sum(backward)
+    slowest = max(f + b for f, b in zip(forward, backward, strict=True)) * (
+        layout.virtual_stages if layout.pp > 1 else 1
+    )
+    busy = micro_batches * max(slowest, through / layout.pp)
+    if layout.pp == 1:
+        return busy, busy, 0.0
+    share = bubble_share(layout.schedule, layout.virtual_stages)
+    total = busy + (layout.pp - 1) * through / layout.pp * share
+    return busy, total, 1 - micro_batches * through / layout.pp / total
+
+
+def _optimizer_seconds(subject: Subject, speed: Speed) -> float:
+    """AdamW reads and writes about 30 bytes per parameter that the rank updates."""
+    layout = subject.layout
+    held = layer_parameters(subject.model, layout, subject.model.layers - 1) * subject.model.layers / layout.pp
+    held += outer_parameters(subject.model, layout)
+    sharded = layout.dp_shard * layout.cp if layout.zero else 1
+    if layout.zero == 1:
+        sharded = layout.data_ranks * layout.cp
+    return 30 * held / sharded / speed.bytes_per_second

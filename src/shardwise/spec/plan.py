@@ -1,0 +1,61 @@
+"""Plan, Candidate: the planner's ranked answers, and why each stands where it does."""
+
+from __future__ import annotations
+
+import datetime
+from typing import Any, Literal
+
+from shardwise.spec.layout import Layout
+from shardwise.spec.memory import Memory
+from shardwise.spec.noun import Noun
+from shardwise.spec.run import Run
+
+Verdict = Literal["fits", "tight", "oom"]
+
+
+class PredictedTime(Noun):
+    """One step, as predicted. `exposed_seconds`: what communication adds to it, by kind."""
+
+    step_seconds: float
+    tokens_per_second_per_gpu: float
+    mfu: float  # attention counted causal
+    hfu: float  # with recomputed work
+    bubble_fraction: float
+    exposed_seconds: dict[str, float]
+
+
+class Cost(Noun):
+    """What the whole run takes. Unknown where no tokens are given, or no price is known."""
+
+    gpu_hours: float | None = None
+    hours: float | None = None
+    usd: float | None = None
+    price_usd_per_gpu_hour: float | None = None
+    price_date: datetime.date | None = None
+    provider: str | None = None
+
+
+class Candidate(Noun):
+    """One layout with its predictions."""
+
+    layout: Layout
+    verdict: Verdict
+    memory: Memory
+    time: PredictedTime
+    cost: Cost
+    why: tuple[str, ...]
+
+
+class Plan(Noun):
+    """The best candidate first. `run` is a Run file that trains it."""
+
+    candidates: tuple[Candidate, ...]
+    rejected: dict[str, int]
+    searched: int
+    seconds: float
+    run: Run
+    notes: tuple[str, ...] = ()
+
+    def dump(self) -> dict[str, Any]:
+        """Plain types; `null` where something is unknown."""
+        return self.model_dump(mode="json", by_alias=True)

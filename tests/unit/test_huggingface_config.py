@@ -1,0 +1,220 @@
+"""config.json to Model and back: nothing that changes the computation is passed over."""
+
+import json
+
+import pytest
+import transformers
+
+from shardwise.spec import InputError, Model, Run
+from shardwise.spec.huggingface import load_model_config, model_config
+from shardwise.spec.legality import require_trainable
+from shardwise.spec.presets import model_names, model_preset
+
+LLAMA = {
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 100,
+    "max_position_embeddings": 128,
+}
+GPT2 = {"model_type": "gpt2", "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 128, "vocab_size": 100}
+
+
+@pytest.fixture
+def load(tmp_path):
+    def load(config: dict) -> Model:
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        return load_model_config(tmp_path)
+
+    return load
+
+
+def of(family: str, **changes) -> dict:
+    return {**LLAMA, "model_type": family, **changes}
+
+
+@pytest.mark.parametrize(
+    ("config", "fields"),
+    [
+        (LLAMA, {"kv_heads": 2, "head_dim": 16, "norm_eps": 1e-6, "rope_theta": 10_000, "tied": False}),
+        (of("llama", num_key_value_heads=None), {"kv_heads": 4}),
+        (of("llama", head_dim=32), {"head_dim": 32}),
+        (of("llama", attention_bias=True), {"qkv_bias": True, "out_bias": True, "mlp_bias": False}),
+        (of("llama", mlp_bias=True, tie_word_embeddings=True), {"qkv_bias": False, "mlp_bias": True, "tied": True}),
+        (of("llama", rope_theta=5e5), {"rope_theta": 500_000}),
+        (of("llama", rope_parameters={"rope_type": "default", "rope_theta": 7}), {"rope_theta": 7}),
+        (of("mistral"), {"sliding_window": 4096}),
+        (of("mistral", sliding_window=None), {"sliding_window": None}),
+        (of("mistral", sliding_window=64), {"sliding_window": 64}),
+        (of("qwen2"), {"qkv_bias": True, "out_bias": False, "sliding_window": None}),
+        (of("qwen2", use_sliding_window=True, sliding_window=64, max_window_layers=0), {"sliding_window": 64}),
+        (of("qwen2", use_sliding_window=True, sliding_window=64, max_window_layers=2), {"sliding_window": None}),
+        (of("qwen2", use_sliding_window=False, sliding_window=64, max_window_layers=0), {"sliding_window": None}),
+        (of("qwen3"), {"qk_norm": True, "head_dim": 128}),
+        (of("qwen3", head_dim=16, layer_types=["full_attention"] * 2), {"head_dim": 16, "sliding_window": None}),
+        (GPT2, {"ffn": 256, "tied": True, "norm": "layernorm", "norm_bias": True, "positions": "learned"}),
+        ({**GPT2, "n_inner": 100, "activation_function": "gelu_pytorch_tanh"}, {"ffn": 100, "activation": "gelu"}),
+        ({**GPT2, "tie_word_embeddings": False, "resid_pdrop": 0.1, "n_ctx": 128}, {"tied": False}),
+    ],
+)
+def test_fields(load, config, fields):
+    model = load(config)
+    assert {name: getattr(model, name) for name in fields} == fields
+
+
+def test_absent_heads_are_those_of_transformers(load):
+    """Its families disagree on how many key-value heads there are where none are given."""
+    for family, count in {"llama": 32, "mistral": 8, "qwen2": 32}.items():
+        config = of(family, num_attention_heads=32)
+        del config["num_key_value_heads"]
+        assert load(config).kv_heads == count
+        assert transformers.AutoConfig.for_model(**config).num_key_value_heads == count
+
+
+@pytest.mark.parametrize(
+    ("given", "fields"),
+    [
+        ({"type": "linear", "factor": 2}, {"kind": "linear", "factor": 2}),
+        ({"rope_type": "linear", "factor": 2.0, "rope_theta": 9.0}, {"kind": "linear"}),
+        ({"rope_type": "yarn", "factor": 4.0}, {"original_sequence": 128, "attention_factor": None}),
+        (
+            {"rope_type": "yarn", "factor": None, "original_max_position_embeddings": 32, "beta_fast": 0},
+            {"factor": 4, "beta_fast": 32},
+        ),
+        ({"rope_type": "yarn", "factor": 8, "mscale": 0.7, "mscale_all_dim": 0.7}, {"attention_factor": 1}),
+        ({"rope_type": "yarn", "factor": 8, "mscale": 0.7}, {"attention_factor": None}),
+        (
+            {
+                "rope_type": "longrope",
+                "short_factor": [1] * 8,
+                "long_factor": [2] * 8,
+                "original_max_position_embeddings": 32,
+            },
+            {"factor": 4, "long_factors": (2,) * 8},
+        ),
+        (
+            {"rope_type": "llama3", "factor": 8, "low_freq_factor": 1, "high_freq_factor": 4},
+            {"original_sequence": 128},
+        ),
+    ],
+)
+@pytest.mark.parametrize("key", ["rope_scaling", "rope_parameters"])
+def test_rope_in_both_spellings(load, key, given, fields):
+    scaling = load(of("llama", **{key: given})).rope_scaling
+    assert {name: getattr(scaling, name) for name in fields} == fields
+
+
+def test_the_original_context_may_stand_beside_the_scaling(load):
+    given = {"type": "yarn", "factor": 4, "original_max_position_embeddings": 64}
+    config = of("llama", rope_scaling=given, original_max_position_embeddings=32)
+    assert load(config).rope_scaling.original_sequence == 32
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({}, "model_type '' is none of the families that shardwise reads .gpt2, llama, mistral, qwen2, qwen3"),
+        (of("lama"), "model_type 'lama' .*nearest: llama"),
+        (of("gemma2"), "model_type 'gemma2' is none of"),
+        (of("llama", hidden_act="gelu"), 'hidden_act "gelu" is not something .* works: "silu"'),
+        ({**GPT2, "activation_function": "gelu"}, 'works: "gelu_new" or "gelu_pytorch_tanh"'),
+        ({**GPT2, "scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx true"),
+        ({**GPT2, "scale_attn_weights": False}, "scale_attn_weights false .* works: true"),
+        ({**GPT2, "reorder_and_upcast_attn": True}, "reorder_and_upcast_attn"),
+        ({**GPT2, "add_cross_attention": True}, "add_cross_attention"),
+        (of("llama", quantization_config={"bits": 4}), "quantization_config"),
+        (of("llama", auto_map={"AutoModel": "x.Y"}), "auto_map"),
+        (of("llama", sliding_window=64), "sliding_window 64 .* works: null"),
+        (of("llama", partial_rotary_factor=0.5), "partial_rotary_factor 0.5"),
+        (of("llama", rope_parameters={"partial_rotary_factor": 0.5}), "partial_rotary_factor other than 1"),
+        (of("llama", attention_multiplier=0.1), "unknown field 'attention_multiplier' of a llama"),
+        (of("llama", rope_theeta=1), "unknown field 'rope_theeta' of a llama; did you mean 'rope_theta'"),
+        (of("mistral", mlp_bias=True), "unknown field 'mlp_bias' of a mistral"),
+        (of("qwen2", attention_bias=False), "unknown field 'attention_bias' of a qwen2"),
+        (of("qwen2", use_sliding_window=True, max_window_layers=1), "on all layers or on none"),
+        (of("qwen3", layer_types=["sliding_attention"] * 2), "on all layers or on none"),
+        (of("qwen3", layer_types=["full_attention"]), "on all layers or on none"),
+        (of("qwen2", num_hidden_layers="two"), "num_hidden_layers: a number is expected .it was 'two'"),
+        (of("qwen2", max_window_layers="two"), "max_window_layers: a number is expected"),
+        (of("llama", hidden_size=None), "hidden_size is required"),
+        (of("llama", tie_word_embeddings="yes"), "tie_word_embeddings: true or false is expected"),
+        (of("llama", num_key_value_heads=3), "kv_heads 3 does not divide heads 4; nearest: 2"),
+        (of("llama", rope_scaling={"type": "yarm", "factor": 2}), "unknown rope_type 'yarm'; did you mean 'yarn'"),
+        (of("llama", rope_scaling={"type": "mrope", "rope_type": "default"}), "unknown rope_type 'mrope'"),
+        (of("llama", rope_scaling={"rope_type": "linear"}), "rope_scaling.linear.factor: is required"),
+        (of("llama", rope_scaling={"rope_type": "linear", "factor": 2, "beta_fast": 1}), "unknown field 'beta_fast'"),
+        (of("llama", rope_scaling={"factor": 2}), "rope_type is default, but 'factor' is given"),
+        (of("llama", rope_scaling="linear"), "rope_scaling: a mapping is expected"),
+        (of("llama", rope_scaling={"rope_type": "yarn", "factor": "x"}), "numbers are expected: factor 'x'"),
+        (of("llama", rope_theta=3, rope_parameters={"rope_theta": 4}), "rope_theta is 3 and, in rope_parameters, 4"),
+        (of("llama", rope_scaling={"type": "linear"}, rope_parameters={"rope_theta": 4}), "both given, and differ"),
+    ],
+)
+def test_what_is_refused(load, tmp_path, config, message):
+    with pytest.raises(InputError, match=message) as caught:
+        load(config)
+    assert str(tmp_path / "config.json") in str(caught.value)
+
+
+def test_files_that_are_no_config(tmp_path):
+    with pytest.raises(InputError, match=r"config.json: no such file"):
+        load_model_config(tmp_path)
+    for text, message in {"{": "not valid JSON", "[]": "a mapping is expected"}.items():
+        (tmp_path / "config.json").write_text(text)
+        with pytest.raises(InputError, match=message):
+            load_model_config(tmp_path / "config.json")
+
+
+@pytest.mark.parametrize("name", [name for name in model_names() if model_preset(name).experts is None])
+def test_presets_survive_the_way_through_transformers(tmp_path, name):
+    """Model → our config.json → transformers → its config.json → Model."""
+    model = model_preset(name)
+    (tmp_path / "config.json").write_text(json.dumps(model_config(model)))
+    assert load_model_config(tmp_path).model_copy(update={"name": name}) == model
+    transformers.AutoConfig.from_pretrained(tmp_path).save_pretrained(tmp_path / "again")
+    assert load_model_config(tmp_path / "again").model_copy(update={"name": name}) == model
+
+
+@pytest.mark.parametrize("family", ["mistral", "qwen2", "qwen3"])
+def test_sliding_windows_survive_it_too(load, tmp_path, family):
+    window = {"use_sliding_window": True, "max_window_layers": 0} if family != "mistral" else {}
+    model = load(of(family, sliding_window=64, head_dim=16, **window))
+    config = model_config(model)
+    assert (config["model_type"], model.sliding_window) == (family, 64)
+    assert load(config) == model
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"norm": "layernorm", "norm_bias": True}, 'nearest: llama, but norm is "layernorm", not "rmsnorm"; norm_bias'),
+        ({"qkv_bias": True, "mlp_bias": True}, "nearest: .* but "),
+        ({"qk_norm": True, "out_bias": True}, "nearest: qwen3, but qkv_bias and out_bias are not equal"),
+    ],
+)
+def test_models_that_no_family_has(changes, message):
+    with pytest.raises(InputError, match=message):
+        model_config(Model.load(model_preset("tiny-llama").dump() | changes))
+
+
+def test_a_run_may_name_a_config(tmp_path, monkeypatch):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "config.json").write_text(json.dumps(of("mistral", sliding_window=64)))
+    monkeypatch.chdir(tmp_path)
+    others = {"cluster": {"gpu": "cpu"}, "layout": {}, "recipe": {"sequence": 32, "batch_tokens": 64, "steps": 1}}
+    for name in ("mine", "mine/config.json", str(tmp_path / "mine")):
+        run = Run.load({"model": name, **others})
+        assert (run.model.name, run.model.hidden) == ("mine", 64)
+        assert Run.load(run.dump()) == run
+    assert Run.load({"model": {"preset": "mine", "layers": 1}, **others}).model.layers == 1
+    require_trainable(run, 1)
+    recipe = {**others["recipe"], "sequence": 128, "batch_tokens": 128}
+    with pytest.raises(InputError, match="longer than model.sliding_window 64.*nearest: 64"):
+        require_trainable(Run.load({"model": "mine", **others, "recipe": recipe}), 1)
+    with pytest.raises(InputError, match=r"mine/confg.json: no such file"):
+        Run.load({"model": "mine/confg.json", **others})
+    with pytest.raises(InputError, match="unknown model preset 'my'"):
+        Run.load({"model": "my", **others})
