@@ -40,16 +40,21 @@ def order(schedule: str, pipeline: int, micro_batches: int, virtual: int = 1) ->
 
     Raises ValueError for a number of micro-batches that the schedule cannot do (`spec/legality.py` says it first).
     """
-    programs: dict[str, Callable[[int, list[int]], Program]] = {
-        "gpipe": lambda rank, stages: _gpipe(stages[0], micro_batches),
-        "1f1b": lambda rank, stages: _one_forward_one_backward(stages[0], pipeline - rank, micro_batches),
-        "interleaved": lambda rank, stages: _interleaved(rank, stages, pipeline, micro_batches, zero_bubble=False),
-        "interleaved-zb": lambda rank, stages: _interleaved(rank, stages, pipeline, micro_batches, zero_bubble=True),
-        "zbv": lambda rank, stages: _zbv(rank, stages, pipeline, micro_batches),
-        "dualpipev": lambda rank, stages: _dualpipev(rank, stages, pipeline, micro_batches),
+    return [rank_order(schedule, pipeline, micro_batches, virtual, rank) for rank in range(pipeline)]
+
+
+def rank_order(schedule: str, pipeline: int, micro_batches: int, virtual: int, rank: int) -> list[Action]:
+    """`order` of one rank alone."""
+    stages = stages_of(schedule, pipeline, virtual, rank)
+    programs: dict[str, Callable[[], Program]] = {
+        "gpipe": lambda: _gpipe(stages[0], micro_batches),
+        "1f1b": lambda: _one_forward_one_backward(stages[0], pipeline - rank, micro_batches),
+        "interleaved": lambda: _interleaved(rank, stages, pipeline, micro_batches, zero_bubble=False),
+        "interleaved-zb": lambda: _interleaved(rank, stages, pipeline, micro_batches, zero_bubble=True),
+        "zbv": lambda: _zbv(rank, stages, pipeline, micro_batches),
+        "dualpipev": lambda: _dualpipev(rank, stages, pipeline, micro_batches),
     }
-    make = programs[schedule]
-    return [_count(make(rank, stages_of(schedule, pipeline, virtual, rank)), micro_batches) for rank in range(pipeline)]
+    return _count(programs[schedule](), micro_batches)
 
 
 def _count(program: Program, micro_batches: int) -> list[Action]:

@@ -7,14 +7,13 @@ simulated, and they are ranked again.
 
 from __future__ import annotations
 
-import heapq
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from shardwise.planner.memory import predict_memory, verdict
+from shardwise.planner.memory import Verdict, predict_memory, verdict
 from shardwise.planner.recompute import recompute_of
 from shardwise.planner.stacks import Stack
 from shardwise.planner.step import StepModel, StepTime, Subject
@@ -26,7 +25,8 @@ _MICRO_BATCHES = (1, 2, 4, 8, 16, 32, 64)
 _SCHEDULES = (("1f1b", (1,)), ("interleaved", (2, 3, 4, 5, 6, 8)), ("interleaved-zb", (2, 4)), ("zbv", (2,)),
               ("dualpipev", (2,)))  # fmt: skip
 _RECOMPUTES = ("none", "selective", "full")
-_WALKED = 4000  # candidates whose memory is predicted at the most
+_KEPT = 24  # sets of degrees whose pipelines are simulated, at least: closed forms rank them only roughly
+_PREDICTED = 8000  # memories that are predicted at the most
 
 # A subject with its degrees, its micro-batches, recompute policy, and (schedule, virtual stages).
 Choice = tuple[Subject, int, str, tuple[str, int]]
@@ -39,7 +39,7 @@ class Found:
     subject: Subject
     step: StepTime
     memory: Memory
-    verdict: str
+    verdict: Verdict
 
     @property
     def layout(self) -> Layout:
@@ -83,47 +83,78 @@ def search(model: Model, cluster: Cluster, recipe: Recipe, stack: Stack, *, top:
             f"no layout of {model.name} on {cluster.gpus} × {cluster.gpu.name} is legal: "
             + "; ".join(f"{count} × {reason}" for reason, count in rejected.most_common(5))
         )
-    best = heapq.nsmallest(_WALKED, timed)
-    found = _fitting((_subject(choice) for _, _, choice in best), steps, rejected, most=3 * top)
+    timed.sort()
+    found = _fitting((choice for _, _, choice in timed), steps, rejected, most=max(_KEPT, 3 * top))
     found.sort(key=lambda item: (item.verdict == "oom", -item.tokens_per_second))
     return Search(tuple(found[:top]), dict(rejected), len(timed), time.perf_counter() - began)
 
 
 def _subject(choice: Choice) -> Subject:
     subject, micro_batches, recompute, (schedule, virtual) = choice
-    changes = {
-        "schedule": schedule,
-        "virtual_stages": virtual,
-        "recompute": recompute,
-        "compile": schedule in ("1f1b", "interleaved"),
-    }
+    changes = {"schedule": schedule, "virtual_stages": virtual, "recompute": recompute}
     layout = Layout.load(subject.layout.model_copy(update=changes).model_dump())
     return replace(subject, layout=layout, micro_batches=micro_batches)
 
 
-def _fitting(subjects: Iterable[Subject], steps: StepModel, rejected: Counter[str], most: int) -> list[Found]:
-    """Walk from the fastest on; keep the first of each set of degrees that fits, and the smallest that does not."""
+def _fitting(choices: Iterable[Choice], steps: StepModel, rejected: Counter[str], most: int) -> list[Found]:
+    """Walk from the fastest on; keep the first of each set of degrees that fits. Where none does, the leanest."""
     found: dict[tuple[int, ...], Found] = {}
-    smallest: tuple[float, Subject, Memory] | None = None
-    for subject in subjects:
-        layout = subject.layout
+    memories = _Memories()
+    for choice in choices:
+        layout = choice[0].layout
         degrees = (layout.dp_replicate, layout.dp_shard, layout.tp, layout.cp, layout.pp, layout.ep)
         if degrees in found:
             continue
-        memory = predict_memory(subject)
-        judged = verdict(memory, subject.cluster.gpu)
-        if judged == "oom":
+        fitting = memories.fitting(choice)
+        if fitting is None:
             rejected["out of memory"] += 1
-            if smallest is None or memory.live < smallest[0]:
-                smallest = (memory.live, subject, memory)
-            continue
-        found[degrees] = Found(subject, steps.predict(subject), memory, judged)
-        if len(found) >= most:
+        else:
+            subject, memory, judged = fitting
+            found[degrees] = Found(subject, steps.predict(subject), memory, judged)
+        if len(found) >= most or memories.predicted >= _PREDICTED:
             break
-    if not found and smallest:
-        _, subject, memory = smallest
+    if not found and memories.leanest:
+        subject, memory = memories.leanest
         return [Found(subject, steps.predict(subject), memory, "oom")]
     return list(found.values())
+
+
+class _Memories:
+    """Memory of choices, predicted as seldom as possible: a larger micro-batch never needs less, and where even full
+    recompute of one sequence does not fit, nothing of the same degrees and schedule does."""
+
+    def __init__(self) -> None:
+        self.predicted = 0
+        self.leanest: tuple[Subject, Memory] | None = None
+        self._too_large: dict[tuple[object, ...], int] = {}  # smallest micro-batch that was seen not to fit
+        self._hopeless: dict[tuple[object, ...], bool] = {}
+
+    def fitting(self, choice: Choice) -> tuple[Subject, Memory, Verdict] | None:
+        base, _, recompute, schedule = choice
+        layout = base.layout
+        degrees = (layout.dp_replicate, layout.dp_shard, layout.tp, layout.cp, layout.pp, layout.ep, layout.zero)
+        family = (degrees, schedule)
+        if family not in self._hopeless:
+            least = replace(base, layout=layout.model_copy(update={"micro_batch": 1}), recompute=recompute_of("full"))
+            micro_batches = choice[1] * layout.micro_batch
+            self._hopeless[family] = self._predict((least, micro_batches, "full", schedule))[2] == "oom"
+        key = (family, recompute)
+        if self._hopeless[family] or layout.micro_batch >= self._too_large.get(key, layout.micro_batch + 1):
+            return None
+        subject, memory, judged = self._predict(choice)
+        if judged == "oom":
+            self._too_large[key] = layout.micro_batch
+            return None
+        return subject, memory, judged
+
+    def _predict(self, choice: Choice) -> tuple[Subject, Memory, Verdict]:
+        self.predicted += 1
+        subject = _subject(choice)
+        memory = predict_memory(subject)
+        judged = verdict(memory, subject.cluster.gpu)
+        if judged == "oom" and (self.leanest is None or memory.live < self.leanest[1].live):
+            self.leanest = subject, memory
+        return subject, memory, judged
 
 
 def candidates(

@@ -46,6 +46,8 @@ class Work:
 # token and inner unit of the MLP (activation and product), when compiled or fused.
 _BLOCK_VALUES = 14
 _MLP_VALUES = 4
+# Rotary embedding per token and element of queries and keys: read and written, in fp32 on the way.
+_ROPE_VALUES = 6
 
 
 def attention_work(model: Model, layout: Layout, tokens: float, sequence: int) -> Work:
@@ -70,7 +72,11 @@ def attention_work(model: Model, layout: Layout, tokens: float, sequence: int) -
     if model.sliding_window and model.sliding_window < sequence:
         window = model.sliding_window
         keys = window * (1 - (window - 1) / (2 * sequence))
-    return Work(gemms, 2 * tokens * keys * heads * score_dims, _BLOCK_VALUES * 2 * tokens * hidden / tp)
+    traffic = _BLOCK_VALUES * 2 * tokens * hidden / tp
+    if model.positions == "rope":
+        rotated = heads * model.latent.rope_dim if model.latent else (heads + model.kv_heads / tp) * model.head_dim
+        traffic += _ROPE_VALUES * 2 * tokens * rotated
+    return Work(gemms, 2 * tokens * keys * heads * score_dims, traffic)
 
 
 def mlp_work(model: Model, layout: Layout, tokens: float, ffn: int) -> Work:

@@ -8,7 +8,7 @@ from rich.table import Table
 from shardwise.spec.layout import Layout
 from shardwise.spec.memory import GIB
 from shardwise.spec.numbers import human
-from shardwise.spec.plan import Candidate, Plan
+from shardwise.spec.plan import Candidate, ClusterSize, Plan
 
 _REASONS = 6  # of refusals
 
@@ -50,6 +50,36 @@ def print_plan(plan: Plan, console: Console) -> None:
         console.print(f"  refused {count}: {reason}", markup=False)
     for note in plan.notes:
         console.print(note, markup=False)
+
+
+def print_sizes(sizes: list[ClusterSize], console: Console) -> None:
+    """One line per cluster size, or per card."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for title, justify in (
+        ("GPUs", "right"), ("card", "left"), ("layout", "left"), ("used GiB", "right"), ("", "left"),
+        ("tokens/s/GPU", "right"), ("scaling", "right"), ("MFU", "right"), ("GPU-h", "right"), ("USD", "right"),
+        ("days", "right"), ("USD/h", "right"),
+    ):  # fmt: skip
+        table.add_column(title, justify=justify, overflow="fold")  # type: ignore[arg-type]
+    for size in sizes:
+        time, cost = size.best.time, size.best.cost
+        low, _, high = size.best.memory.used
+        hourly = cost.price_usd_per_gpu_hour
+        table.add_row(
+            str(size.gpus),
+            size.gpu,
+            layout_words(size.best.layout),
+            f"{low / GIB:.0f}–{high / GIB:.0f}",
+            size.best.verdict,
+            f"{time.tokens_per_second_per_gpu:,.0f}",
+            f"{size.scaling_efficiency:.0%}",
+            f"{time.mfu:.1%}",
+            human(cost.gpu_hours) if cost.gpu_hours is not None else "–",
+            f"{cost.usd:,.0f}" if cost.usd is not None else "–",
+            f"{cost.hours / 24:.1f}" if cost.hours is not None else "–",
+            f"{hourly * size.gpus:,.2f}" if hourly is not None else "–",
+        )
+    console.print(table)
 
 
 def _cells(candidate: Candidate) -> list[str]:

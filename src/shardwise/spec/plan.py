@@ -46,6 +46,17 @@ class Candidate(Noun):
     why: tuple[str, ...]
 
 
+class ClusterSize(Noun):
+    """The best layout at one number of chips; `scaling_efficiency` is its tokens/s per GPU over that of the smallest
+    size that fits, `on_frontier` says that no other size is both faster and cheaper."""
+
+    gpus: int
+    gpu: str
+    best: Candidate
+    scaling_efficiency: float = 1.0
+    on_frontier: bool = True
+
+
 class Plan(Noun):
     """The best candidate first. `run` is a Run file that trains it."""
 

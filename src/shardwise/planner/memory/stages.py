@@ -6,7 +6,7 @@ import functools
 from dataclasses import dataclass
 
 from shardwise.planner.pipeline import in_flight
-from shardwise.planner.schedules import order, stages_of
+from shardwise.planner.schedules import rank_order, stages_of
 from shardwise.spec import Layout, Model
 
 FOLDED = ("zbv", "dualpipev")  # each rank has two stages, whatever virtual_stages says
@@ -45,7 +45,6 @@ def _chunk(model: Model, stage: int, stages: int) -> Chunk:
     return Chunk(dense, end - first - dense)
 
 
-@functools.lru_cache(maxsize=4096)
 def held(schedule: str, pipeline: int, micro_batches: int, virtual: int, rank: int) -> tuple[Held, Held]:
     """Micro-batches in flight by stage of a rank: where they are most in all, and where they are most while the rank
     runs the last stage (empty on ranks without it). The action's own micro-batch counts.
@@ -56,7 +55,12 @@ def held(schedule: str, pipeline: int, micro_batches: int, virtual: int, rank: i
     few = min(micro_batches, max(3 * pipeline, 2 * pipeline + 2))
     if schedule.startswith("interleaved"):
         few = min(micro_batches, max(pipeline, few // pipeline * pipeline))
-    program = order(schedule, pipeline, few, virtual)[rank]
+    return _held(schedule, pipeline, few, virtual, rank)
+
+
+@functools.lru_cache(maxsize=4096)
+def _held(schedule: str, pipeline: int, micro_batches: int, virtual: int, rank: int) -> tuple[Held, Held]:
+    program = rank_order(schedule, pipeline, micro_batches, virtual, rank)
     last = (2 if schedule in FOLDED else virtual) * pipeline - 1
     counts = in_flight(program)
     head = [now for now, action in zip(counts, program, strict=True) if action.stage == last]
