@@ -11,6 +11,7 @@ from typing import Any
 __version__ = "0.1.0"
 
 _VERBS = {
+    "check": "shardwise.verbs.check",
     "compare": "shardwise.verbs.compare",
     "explain": "shardwise.verbs.explain",
     "export_checkpoint": "shardwise.verbs.checkpoint",

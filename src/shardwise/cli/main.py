@@ -9,6 +9,7 @@ import typer
 
 from shardwise import __version__
 from shardwise.cli import checkpoint, data
+from shardwise.cli.check import check
 from shardwise.cli.compare import compare, whatif
 from shardwise.cli.explain import explain
 from shardwise.cli.generate import generate
@@ -17,7 +18,7 @@ from shardwise.cli.plan import plan
 from shardwise.cli.train import RUN_FIELDS, train
 from shardwise.spec import InputError
 
-_TAKE_A_RUN = {"train", "explain", "whatif"}  # verbs that accept --recipe.steps 40 and the like
+_TAKE_A_RUN = {"train", "explain", "whatif", "check"}  # verbs that accept --recipe.steps 40 and the like
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 app.command(epilog=RUN_FIELDS)(train)
@@ -25,6 +26,7 @@ app.command()(plan)
 app.command(epilog=RUN_FIELDS)(explain)
 app.command(epilog=RUN_FIELDS)(whatif)
 app.command()(compare)
+app.command(epilog=RUN_FIELDS)(check)
 app.command()(generate)
 app.add_typer(data.app, name="data", help="Token shards.")
 app.add_typer(checkpoint.app, name="checkpoint", help="What a run has saved; to and from Hugging Face.")

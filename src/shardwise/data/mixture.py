@@ -7,7 +7,6 @@ import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -131,19 +130,10 @@ class MixedStream:
         """[sources + 1]: the number of each source's first window, and of all windows."""
         return np.cumsum([0, *(count_windows(stream.tokens, sequence) for stream in self.streams)], dtype=np.int64)
 
-    def window(self, window: int, sequence: int) -> Ids:
-        """As TokenStream.window. Raises IndexError where there is no such window."""
-        source, own = self._own(window, sequence)
-        return self.streams[source].window(own, sequence)
-
-    def locate_window(self, window: int, sequence: int, offset: int) -> tuple[Path, int]:
-        """As TokenStream.locate_window."""
-        source, own = self._own(window, sequence)
-        return self.streams[source].locate_window(own, sequence, offset)
-
-    def _own(self, window: int, sequence: int) -> tuple[int, int]:
+    def source_of(self, window: int, sequence: int) -> tuple[TokenStream, int]:
+        """The stream that a window is in, and its number there. Raises IndexError where there is no such window."""
         first = self.first_windows(sequence)
         if not 0 <= window < first[-1]:
             raise IndexError(f"window {window} of {first[-1]}")
         source = int(np.searchsorted(first, window, side="right")) - 1
-        return source, window - int(first[source])
+        return self.streams[source], window - int(first[source])

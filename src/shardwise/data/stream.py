@@ -1,4 +1,4 @@
-"""Streams: the shards of one split as one array of token ids, and as windows of it."""
+"""Streams: the shards of one split as one array of token ids."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from shardwise.data.order import count_windows
 from shardwise.spec import InputError
 
 Ids = npt.NDArray[np.int64]
@@ -64,25 +63,10 @@ class TokenStream:
             shard += 1
         return ids
 
-    def window(self, window: int, sequence: int) -> Ids:
-        """The inputs of a window and the token after the last: sequence + 1 ids, fewer where the stream ends.
-
-        Raises IndexError where the stream has no such window.
-        """
-        count = count_windows(self.tokens, sequence)
-        if not 0 <= window < count:
-            raise IndexError(f"window {window} of {count}")
-        start = window * sequence
-        return self.read(start, min(start + sequence + 1, self.tokens))
-
     def locate(self, position: int) -> tuple[Path, int]:
         """The shard that holds a token of the stream, and the token's place in it."""
         shard = self._shard(position)
         return self._shards[shard].path, position - self._begin(shard)
-
-    def locate_window(self, window: int, sequence: int, offset: int) -> tuple[Path, int]:
-        """`locate` of a token of a window."""
-        return self.locate(window * sequence + offset)
 
     def check(self) -> None:
         """Raises InputError naming the first shard that is not what is expected."""

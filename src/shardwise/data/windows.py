@@ -23,10 +23,15 @@ def read_windows(stream: Stream, windows: Ids, sequence: int, vocabulary: int) -
     inputs = np.zeros((len(windows), sequence), dtype=np.int64)
     labels = np.full((len(windows), sequence), NO_TARGET, dtype=np.int64)
     for row, window in enumerate(windows.tolist()):
-        ids = stream.window(window, sequence)
+        source, own = stream.source_of(window, sequence) if isinstance(stream, MixedStream) else (stream, window)
+        count = count_windows(source.tokens, sequence)
+        if not 0 <= own < count:
+            raise IndexError(f"window {own} of {count}")
+        start = own * sequence
+        ids = source.read(start, min(start + sequence + 1, source.tokens))
         if ids.max() >= vocabulary:
             place = int(np.argmax(ids >= vocabulary))
-            path, offset = stream.locate_window(window, sequence, place)
+            path, offset = source.locate(start + place)
             raise InputError(
                 f"{path}: token {offset} has id {ids[place]}, outside the vocabulary of {vocabulary}; "
                 "the file is corrupt, or model.vocabulary is too small"
