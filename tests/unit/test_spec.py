@@ -137,3 +137,18 @@ def test_nouns_are_frozen():
     run = Run.load(RUN)
     with pytest.raises(ValueError, match="frozen"):
         run.recipe.steps = 3
+
+
+def test_a_chip_may_be_written_out():
+    gpu = {
+        "name": "mine",
+        "node": 4,
+        "peak_tflops": {"bf16": 100},
+        "class": "measured",
+        "source": "me",
+        "date": "2026-11-29",
+    }
+    cluster = load_run({**RUN, "cluster": {"gpu": gpu, "gpus": 8}}).cluster
+    assert cluster.gpus_per_node == 4
+    assert cluster.gpu.peak_flops("bf16") == 100e12
+    assert load_run({**RUN, "cluster": cluster.dump()}).cluster == cluster

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import sys
 import traceback
 from collections.abc import Callable
@@ -23,6 +24,9 @@ def verb(function: Callable[..., int]) -> Callable[..., None]:
         except InputError as error:
             print(f"error: {error}", file=sys.stderr)
             code = 2
+        except BrokenPipeError:  # `… | head`: the reader has seen enough
+            sys.stdout = open(os.devnull, "w")  # noqa: PTH123, SIM115  so that flushing at exit fails no more
+            code = 0
         except KeyboardInterrupt:
             print("interrupted", file=sys.stderr)
             code = 3

@@ -3,6 +3,7 @@
 from shardwise.spec.checkpoint import Checkpoint, CheckpointFile
 from shardwise.spec.cluster import Cluster, Figure, Gpu
 from shardwise.spec.layout import Layout
+from shardwise.spec.memory import Memory
 from shardwise.spec.model import Model
 from shardwise.spec.noun import InputError, Noun
 from shardwise.spec.recipe import CheckpointPolicy, Evaluation, Optimizer, Precision, Recipe, Schedule
@@ -20,6 +21,7 @@ __all__ = [
     "Gpu",
     "InputError",
     "Layout",
+    "Memory",
     "Model",
     "Noun",
     "Optimizer",

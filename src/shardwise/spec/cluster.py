@@ -125,6 +125,8 @@ class Cluster(Noun):
             data = {**data, "gpu": gpu_preset(data["gpu"])}
         if isinstance(data, dict) and isinstance(data.get("gpu"), Gpu):
             return {"gpus_per_node": data["gpu"].node, **data}
+        if isinstance(data, dict) and isinstance(data.get("gpu"), dict):  # one that `calibrate` or a person wrote out
+            return {"gpus_per_node": data["gpu"].get("node", 8), **data}
         return data
 
     @model_validator(mode="after")
