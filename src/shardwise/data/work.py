@@ -15,6 +15,7 @@ from shardwise.data.pieces import Piece, plan_pieces, read_span
 from shardwise.data.progress import Meter, Progress
 from shardwise.data.sources import Sources
 from shardwise.data.workers import Job, run_jobs
+from shardwise.spec import InputError
 
 _WORTH_A_WORKER = 20_000_000  # tokens that are written in about the time that a process takes to start
 
@@ -73,10 +74,15 @@ class Work:
         return None
 
     def cut_tail(self, setup: Setup, names: list[str], tail: int) -> list[str]:
-        """Encode the pieces that hold byte `tail` of a document again, cut there; returns all names, in order."""
+        """Encode the pieces that hold byte `tail` of a document again, cut there; returns all names, in order.
+
+        Raises InputError where the sources changed meanwhile.
+        """
         jobs: list[Job] = []
         cut = list(names)
         for number, piece in enumerate(self._pieces()):
+            if names[number : number + 1] != [setup.name(piece)]:
+                raise InputError(f"{self.sources}: changed while it was being read; prepare again")
             rows, _ = read_table(setup, names[number])
             if ((rows["begin"] < tail) & (tail <= rows["begin"] + rows["size"])).any():
                 cut[number] = setup.name(piece, tail)

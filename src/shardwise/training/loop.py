@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from shardwise.data import Order
+from shardwise.data import MixedOrder, Order
 from shardwise.model.loss import cross_entropy_sum
 from shardwise.parallel.data import micro_step
 from shardwise.spec import Run, Step
@@ -42,7 +42,7 @@ class Trainer:
         self._wants_stop = wants_stop
         self._utilisation = Utilisation(run, device)
 
-    def steps(self, batches: Batches, order: Order, done: int) -> Iterator[Step]:
+    def steps(self, batches: Batches, order: Order | MixedOrder, done: int) -> Iterator[Step]:
         """Train from step `done` (completed steps) to the Run's last, yielding each finished Step.
 
         Raises TrainingError at the first loss or gradient that is not finite, before it reaches the weights. In fp16 a
