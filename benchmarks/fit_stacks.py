@@ -25,7 +25,8 @@ from benchmarks.published_schema import read_rows
 from benchmarks.published_time import measured_seconds
 
 from shardwise.planner.stacks import STACKS, Stack, generation
-from shardwise.planner.step import Subject, predict_step
+from shardwise.planner.step import predict_step
+from shardwise.planner.subject import Subject
 from shardwise.spec import InputError
 
 FAMILIES = {"torch": ("torchtitan", "fsdp1"), "megatron": ("megatron", "deepspeed")}

@@ -21,7 +21,8 @@ import yaml
 
 from shardwise.planner.memory import predict_memory
 from shardwise.planner.stacks import STACKS
-from shardwise.planner.step import Subject, predict_step
+from shardwise.planner.step import predict_step
+from shardwise.planner.subject import Subject
 from shardwise.spec import Run, load_run
 
 _GPT2 = {"preset": "gpt2-124m", "vocabulary": 50304}

@@ -17,7 +17,7 @@ from typing import Any
 from benchmarks.published_rows import Row, Unusable, gpu_of, source_of, subject_of
 
 from shardwise.planner.memory import capacity_bytes, predict_memory, verdict
-from shardwise.planner.step import Subject
+from shardwise.planner.subject import Subject
 from shardwise.spec import Layout
 from shardwise.spec.memory import Memory
 

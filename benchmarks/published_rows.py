@@ -11,7 +11,8 @@ from benchmarks.published_nouns import Row, Unusable, dtype_of, gpu_of, model_of
 
 from shardwise.planner.memory import predict_memory, verdict
 from shardwise.planner.recompute import FULL, NONE, Recompute
-from shardwise.planner.step import Subject, predict_step
+from shardwise.planner.step import predict_step
+from shardwise.planner.subject import Subject
 from shardwise.planner.work import attention_work, block_work
 from shardwise.spec import Cluster, Gpu, InputError, Layout, Model
 

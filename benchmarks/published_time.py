@@ -9,7 +9,8 @@ from benchmarks.published_rows import Row, Unusable, source_of, subject_of
 
 from shardwise.planner.flops import model_flops_per_token
 from shardwise.planner.stacks import generation
-from shardwise.planner.step import StepTime, Subject, predict_step
+from shardwise.planner.step import StepTime, predict_step
+from shardwise.planner.subject import Subject
 
 CONSTANT_MFU = 0.40
 

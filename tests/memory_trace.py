@@ -34,7 +34,7 @@ from shardwise.parallel.mesh import build_mesh
 from shardwise.planner.memory import predict_memory
 from shardwise.planner.memory.families import WORKSPACE
 from shardwise.planner.stacks import STACKS
-from shardwise.planner.step import Subject
+from shardwise.planner.subject import Subject
 from shardwise.spec import Layout, Run
 from shardwise.spec.memory import GIB
 from shardwise.training.gradients import gradient_norm

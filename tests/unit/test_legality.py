@@ -2,6 +2,9 @@
 
 import pytest
 
+from shardwise.planner.memory import predict_memory, verdict
+from shardwise.planner.stacks import STACKS
+from shardwise.planner.subject import Subject
 from shardwise.spec import InputError, load_run
 from shardwise.spec.legality import divisors, nearest_divisor, require_trainable
 from shardwise.verbs.resolve import resolve_layout
@@ -70,6 +73,23 @@ def test_auto_spreads_over_all_ranks(world, micro_batch):
     run = resolve_layout(load_run(RUN), world)
     assert (run.layout.dp_shard, run.layout.micro_batch, run.cluster.gpus) == (world, micro_batch, world)
     require_trainable(run, world)
+
+
+@pytest.mark.parametrize(
+    ("model", "gpu", "world"), [("gpt2-124m", "h100-sxm", 8), ("llama3-8b", "h200-sxm", 8), ("llama3.2-1b", "l4", 8)]
+)
+def test_auto_is_the_planners_choice_where_it_knows_the_chip(model, gpu, world):
+    recipe = {"sequence": 1024, "batch_tokens": 1024 * 512, "steps": 4}
+    run = resolve_layout(load_run({"model": model, "cluster": {"gpu": gpu}, "recipe": recipe}), world)
+    require_trainable(run, world)
+    memory = predict_memory(Subject(run.model, run.layout, run.cluster, STACKS["shardwise"], 1024, 1))
+    assert verdict(memory, run.cluster.gpu) == "fits"
+
+
+def test_auto_refuses_what_cannot_fit():
+    run = {"model": "llama3-70b", "cluster": {"gpu": "h100-sxm"}, "recipe": {"sequence": 8192, "batch_tokens": 65536}}
+    with pytest.raises(InputError, match=r"leanest needs \d+ GiB of 79"):
+        resolve_layout(load_run(run), 8)
 
 
 def test_auto_keeps_micro_batches_small():

@@ -13,7 +13,7 @@ from shardwise.planner.memory.families import WORKSPACE
 from shardwise.planner.memory.predict import _kept_per_token
 from shardwise.planner.memory.weights import block_weights
 from shardwise.planner.stacks import STACKS
-from shardwise.planner.step import Subject
+from shardwise.planner.subject import Subject
 from shardwise.spec import InputError, Layout
 from shardwise.spec.memory import GIB, OUTSIDE, PARTS, Memory
 from shardwise.spec.presets import gpu_preset, model_preset

@@ -8,7 +8,8 @@ from shardwise.planner.memory import predict_memory, verdict
 from shardwise.planner.recompute import recompute_of
 from shardwise.planner.search import candidates, search
 from shardwise.planner.stacks import STACKS
-from shardwise.planner.step import StepModel, Subject, predict_step
+from shardwise.planner.step import StepModel, predict_step
+from shardwise.planner.subject import Subject
 from shardwise.spec import Cluster, InputError, Layout, Recipe
 from shardwise.spec.legality import illegal
 from shardwise.spec.presets import model_preset

@@ -5,7 +5,8 @@ import pytest
 from shardwise.planner.rank_timeline import predict_schedule, predict_timeline
 from shardwise.planner.recompute import recompute_of
 from shardwise.planner.stacks import STACKS
-from shardwise.planner.step import StepModel, Subject
+from shardwise.planner.step import StepModel
+from shardwise.planner.subject import Subject
 from shardwise.spec import Cluster, Layout
 from shardwise.spec.presets import model_preset
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from shardwise.planner.flops import attention_flops_per_token, model_flops_per_token
 from shardwise.planner.parameters import matmul_parameters
 from shardwise.planner.search import Found
-from shardwise.planner.step import Subject
+from shardwise.planner.subject import Subject
 from shardwise.spec.memory import GIB, PARTS
 
 _WORTH_SAYING = 0.03  # share of the step from which a cost is named

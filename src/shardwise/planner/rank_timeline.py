@@ -12,7 +12,8 @@ from typing import NamedTuple
 
 from shardwise.planner.pipeline import PipelineRun, simulate
 from shardwise.planner.schedules import Action, order, stages_of
-from shardwise.planner.step import Pieces, StepModel, Subject
+from shardwise.planner.step import Pieces, StepModel
+from shardwise.planner.subject import Subject
 from shardwise.timeline import Box, Span, Timeline
 
 

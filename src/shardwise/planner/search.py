@@ -16,7 +16,8 @@ from typing import Literal
 from shardwise.planner.memory import Verdict, predict_memory, verdict
 from shardwise.planner.recompute import recompute_of
 from shardwise.planner.stacks import Stack
-from shardwise.planner.step import StepModel, StepTime, Subject
+from shardwise.planner.step import StepModel, StepTime
+from shardwise.planner.subject import Subject
 from shardwise.spec import Cluster, InputError, Layout, Model, Recipe
 from shardwise.spec.legality import divisors, enough_micro_batches, illegal
 from shardwise.spec.memory import Memory
@@ -63,10 +64,13 @@ class Search:
     seconds: float
 
 
-def search(model: Model, cluster: Cluster, recipe: Recipe, stack: Stack, *, top: int = 10) -> Search:
-    """The `top` fastest layouts that fit, one per set of degrees; the least bad ones where none fits.
+def search(
+    model: Model, cluster: Cluster, recipe: Recipe, stack: Stack, *, top: int = 10, trainable: bool = False
+) -> Search:
+    """The `top` fastest layouts that fit, one per set of degrees; the least bad one where none fits.
 
-    Without recipe.batch_tokens each data rank gets one micro-batch a step. Raises InputError where no layout is legal.
+    trainable: only layouts that `train` can run today. Without recipe.batch_tokens each data rank gets as few
+    micro-batches a step as its schedule allows. Raises InputError where no layout is legal.
     """
     began = time.perf_counter()
     rejected: Counter[str] = Counter()
@@ -74,6 +78,8 @@ def search(model: Model, cluster: Cluster, recipe: Recipe, stack: Stack, *, top:
     base = Subject(model, Layout.load({}), cluster, stack, recipe.sequence, 1)
     steps = StepModel(base)
     for layout, micro_batches, recompute, schedules in candidates(model, cluster, recipe, rejected):
+        if trainable and (layout.tp * layout.cp * layout.pp * layout.ep > 1 or recompute != "none"):
+            continue
         subject = replace(base, layout=layout, recompute=recompute_of(recompute))
         tokens = layout.data_ranks * layout.micro_batch * micro_batches
         for choice, seconds in zip(schedules, steps.estimate(subject, micro_batches, schedules), strict=True):

@@ -8,7 +8,8 @@ from shardwise.planner.memory import predict_memory, verdict
 from shardwise.planner.recompute import recompute_of
 from shardwise.planner.search import Found
 from shardwise.planner.stacks import Stack
-from shardwise.planner.step import StepModel, Subject
+from shardwise.planner.step import StepModel
+from shardwise.planner.subject import Subject
 from shardwise.spec import Cluster, InputError, Layout, Model, Recipe
 from shardwise.spec.legality import illegal, schedule_problems
 

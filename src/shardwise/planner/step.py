@@ -2,35 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
-from shardwise.planner.collectives import all_to_all_seconds, group_of, hop_seconds, ring_seconds
+from shardwise.planner.collectives import hop_seconds
 from shardwise.planner.compute import Speed
 from shardwise.planner.parameters import layer_parameters, outer_parameters
 from shardwise.planner.pipeline import simulate
-from shardwise.planner.recompute import NONE, Recompute
 from shardwise.planner.schedules import order, stages_of
 from shardwise.planner.stacks import Stack
+from shardwise.planner.subject import Subject
+from shardwise.planner.traffic import DataTraffic, context_seconds, data_traffic, expert_seconds, tensor_seconds
 from shardwise.planner.work import Work, block_work, head_work
-from shardwise.spec import Cluster, Layout, Model
-
-
-@dataclass(frozen=True)
-class Subject:
-    """What is predicted: a model on a layout of a cluster, the shape of its batch, and the software that trains it."""
-
-    model: Model
-    layout: Layout
-    cluster: Cluster
-    stack: Stack
-    sequence: int
-    micro_batches: int  # per step and data rank
-    dtype: str = "bf16"  # of the layers' products: bf16, fp8, fp4
-    recompute: Recompute = NONE
-    sequence_parallel: bool = True
-    gradient_bytes: int = 4  # per element, in the reduction
-    gather_bytes: float = 2.0  # per element, in the gather of parameters
 
 
 @dataclass(frozen=True)
@@ -40,7 +22,6 @@ class StepTime:
     seconds: float
     parts: dict[str, float]
     bubble_fraction: float
-    total_communication: Mapping[str, float] = field(default_factory=dict)  # hidden and exposed, by kind
 
 
 @dataclass(frozen=True)
@@ -56,23 +37,13 @@ class _Layer:
 
 
 @dataclass(frozen=True)
-class _Data:
-    """Communication of data parallelism: of one layer in every micro-batch (ZeRO-2 and 3), and once a step."""
-
-    gather_forward: float = 0.0
-    gather_backward: float = 0.0
-    reduce: float = 0.0
-    once: float = 0.0
-
-
-@dataclass(frozen=True)
 class Pieces:
     """Of what one rank's step consists, in seconds, for whoever draws it (`planner/rank_timeline.py`)."""
 
     layers: tuple[_Layer, _Layer]  # the first, and the last
     dense_layers: int  # how many are of the first one's kind; where all are alike, 0
     head: tuple[float, float]  # output head and loss: forward, backward
-    data: _Data
+    data: DataTraffic
     hop: float  # from one pipeline rank to the next
     optimizer: float
 
@@ -94,7 +65,7 @@ class StepModel:
         self._speed = subject.stack.speed(subject.cluster.gpu, subject.dtype)
         self._layers: dict[tuple[object, ...], _Layer] = {}
         self._heads: dict[tuple[object, ...], tuple[float, float]] = {}
-        self._data: dict[tuple[object, ...], _Data] = {}
+        self._data: dict[tuple[object, ...], DataTraffic] = {}
 
     def predict(self, subject: Subject, *, simulate_pipeline: bool = True) -> StepTime:
         """Without simulate_pipeline the bubble is the schedule's closed form: faster, blind to uneven stages."""
@@ -197,9 +168,9 @@ class StepModel:
             )
         )
         hides_tensor = max(stack.hides_tensor, 0.6 if layout.async_tp else 0.0)
-        tensor = (1 - hides_tensor) * _tensor_seconds(subject, tokens, recomputed=again.gemm >= 1)
-        context = (1 - stack.hides_context) * _context_seconds(subject, tokens)
-        expert = 0.0 if dense else (1 - stack.hides_expert) * _expert_seconds(subject, tokens, again.gemm >= 1)
+        tensor = (1 - hides_tensor) * tensor_seconds(subject, tokens, recomputed=again.gemm >= 1)
+        context = (1 - stack.hides_context) * context_seconds(subject, tokens)
+        expert = 0.0 if dense else (1 - stack.hides_expert) * expert_seconds(subject, tokens, again.gemm >= 1)
         third = (tensor + context + expert) / 3
         overhead = stack.layer_overhead_seconds + (0.0 if dense else stack.expert_overhead_seconds)
         self._layers[key] = _Layer(
@@ -224,73 +195,12 @@ class StepModel:
             )
         return self._heads[key]
 
-    def _data_of(self, subject: Subject) -> _Data:
+    def _data_of(self, subject: Subject) -> DataTraffic:
         layout = subject.layout
         key = (layout.dp_replicate, layout.dp_shard, layout.cp, layout.tp, layout.pp, layout.ep, layout.zero)
         if key not in self._data:
-            self._data[key] = _data_traffic(subject)
+            self._data[key] = data_traffic(subject)
         return self._data[key]
-
-
-def _data_traffic(subject: Subject) -> _Data:
-    layout, gpu, model = subject.layout, subject.cluster.gpu, subject.model
-    shards, stride = layout.dp_shard * layout.cp, layout.tp
-    one = layer_parameters(model, layout, model.layers - 1)
-    whole = one * model.layers / layout.pp + outer_parameters(model, layout)
-    if layout.zero >= 2 and shards > 1:
-        group = group_of(gpu, shards, stride)
-        gather = ring_seconds(gpu, group, one * subject.gather_bytes)
-        reduce = ring_seconds(gpu, group, one * subject.gradient_bytes)
-        once = 0.0
-        if layout.dp_replicate > 1:
-            replicas = group_of(gpu, layout.dp_replicate, stride * shards)
-            once = ring_seconds(gpu, replicas, whole * subject.gradient_bytes / shards, all_reduce=True)
-        if layout.zero == 3:
-            return _Data(gather, gather, reduce, once)
-        once += 2 * ring_seconds(gpu, group, whole * subject.gather_bytes) * 0.5
-        return _Data(0.0, 0.0, reduce, once)
-    ranks = layout.data_ranks * layout.cp
-    if ranks == 1:
-        return _Data()
-    group = group_of(gpu, ranks, stride)
-    if layout.zero == 1:
-        gradients = ring_seconds(gpu, group, whole * subject.gradient_bytes)
-        return _Data(once=gradients + ring_seconds(gpu, group, whole * subject.gather_bytes))
-    return _Data(once=ring_seconds(gpu, group, whole * subject.gradient_bytes, all_reduce=True))
-
-
-def _tensor_seconds(subject: Subject, tokens: float, *, recomputed: bool) -> float:
-    """Per layer: forward and backward each gather and scatter the residual stream twice (sequence parallel) or reduce
-    it twice; the backward gathers twice more for the weight gradients; a recomputed forward repeats its own."""
-    layout, gpu = subject.layout, subject.cluster.gpu
-    if layout.tp == 1:
-        return 0.0
-    payload = 2 * tokens * subject.model.hidden
-    group = group_of(gpu, layout.tp, 1)
-    if subject.sequence_parallel:
-        one = ring_seconds(gpu, group, payload)
-        return one * (10 + 4 * recomputed)
-    return ring_seconds(gpu, group, payload, all_reduce=True) * (4 + 2 * recomputed)
-
-
-def _context_seconds(subject: Subject, tokens: float) -> float:
-    """Keys and values of the whole sequence reach every rank in the forward, and again with their gradients in the
-    backward."""
-    layout, model, gpu = subject.layout, subject.model, subject.cluster.gpu
-    if layout.cp == 1:
-        return 0.0
-    width = model.latent.kv_rank + model.latent.rope_dim if model.latent else 2 * model.kv_heads * model.head_dim
-    payload = 2 * tokens * layout.cp * width / (1 if model.latent else layout.tp)
-    return 4 * ring_seconds(gpu, group_of(gpu, layout.cp, layout.tp), payload)
-
-
-def _expert_seconds(subject: Subject, tokens: float, recomputed: bool) -> float:
-    """Dispatch and combine, forward and backward."""
-    layout, model, gpu = subject.layout, subject.model, subject.cluster.gpu
-    if layout.ep == 1 or model.experts is None:
-        return 0.0
-    sent = 2 * tokens / layout.tp * model.experts.top_k * model.hidden
-    return all_to_all_seconds(gpu, group_of(gpu, layout.ep, 1), sent) * (4 + 2 * recomputed)
 
 
 def _beside(compute: float, communication: float, stack: Stack) -> float:

@@ -14,7 +14,7 @@ from shardwise.planner.memory.stages import Chunk, Held, chunks_of, held
 from shardwise.planner.memory.units import Event, Situation, replicated_events, sharded_events
 from shardwise.planner.memory.weights import Weights, block_weights, position_weights, sharding, table_weights
 from shardwise.planner.memory.whole import whole_events, whole_states
-from shardwise.planner.step import Subject
+from shardwise.planner.subject import Subject
 from shardwise.spec import Layout, Model
 from shardwise.spec.memory import Memory
 
