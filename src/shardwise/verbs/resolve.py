@@ -50,7 +50,7 @@ def _planned(run: Run) -> Layout | None:
         raise InputError(
             f"layout: auto finds no data-parallel layout of {run.model.name} that fits {run.cluster.gpus} × "
             f"{run.cluster.gpu.name}: the leanest needs {best.memory.used[0] / GIB:.0f} GiB of "
-            f"{capacity_bytes(run.cluster.gpu) / GIB:.0f}; `shardwise plan` shows what would (give a layout to try anyway)"
+            f"{capacity_bytes(run.cluster.gpu) / GIB:.0f}; `shardwise plan` shows what would fit"
         )
     return best.layout
 
