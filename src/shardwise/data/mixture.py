@@ -30,7 +30,6 @@ class Turns:
     """
 
     def __init__(self, weights: Sequence[Fraction]):
-        self._sources = len(weights)
         heap: list[tuple[Fraction, int, _Tree]] = [(weight, number, number) for number, weight in enumerate(weights)]
         heapq.heapify(heap)
         while len(heap) > 1:

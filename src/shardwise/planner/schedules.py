@@ -25,14 +25,19 @@ class Action(NamedTuple):
     micro_batch: int
 
 
-VIRTUAL = {"gpipe": 1, "1f1b": 1, "zbv": 2, "dualpipev": 2}  # stages per rank, where the schedule fixes them
-
-
 def stages_of(schedule: str, pipeline: int, virtual: int, rank: int) -> list[int]:
     """The stages that a rank holds, first to last: in a loop, or folded into a V (zbv, dualpipev)."""
     if schedule in ("zbv", "dualpipev"):
         return [rank, 2 * pipeline - 1 - rank]
     return [chunk * pipeline + rank for chunk in range(virtual)]
+
+
+def steady_micro_batches(schedule: str, pipeline: int, micro_batches: int) -> int:
+    """As many as show all that happens: a long run is a short one of three rounds and a steady state."""
+    few = min(micro_batches, max(3 * pipeline, 2 * pipeline + 2))
+    if schedule.startswith("interleaved"):
+        few = min(micro_batches, max(pipeline, few // pipeline * pipeline))
+    return few
 
 
 def order(schedule: str, pipeline: int, micro_batches: int, virtual: int = 1) -> list[list[Action]]:

@@ -17,9 +17,9 @@ from shardwise.planner.memory import Verdict, predict_memory, verdict
 from shardwise.planner.recompute import recompute_of
 from shardwise.planner.stacks import Stack
 from shardwise.planner.step import StepModel, StepTime
-from shardwise.planner.subject import Subject
+from shardwise.planner.subject import Subject, assumed_micro_batches
 from shardwise.spec import Cluster, InputError, Layout, Model, Recipe
-from shardwise.spec.legality import divisors, enough_micro_batches, illegal
+from shardwise.spec.legality import divisors, enough_micro_batches, illegal, untrainable
 from shardwise.spec.memory import Memory
 
 _MICRO_BATCHES = (1, 2, 4, 8, 16, 32, 64)
@@ -78,7 +78,7 @@ def search(
     base = Subject(model, Layout.load({}), cluster, stack, recipe.sequence, 1)
     steps = StepModel(base)
     for layout, micro_batches, recompute, schedules in candidates(model, cluster, recipe, rejected):
-        if trainable and (layout.tp * layout.cp * layout.pp * layout.ep > 1 or recompute != "none"):
+        if trainable and any(untrainable(model, layout.model_copy(update={"recompute": recompute}))):
             continue
         subject = replace(base, layout=layout, recompute=recompute_of(recompute))
         tokens = layout.data_ranks * layout.micro_batch * micro_batches
@@ -175,7 +175,7 @@ def candidates(
             rejected[_reason(problem)] += 1
             continue
         for micro_batch in _MICRO_BATCHES:
-            micro_batches = 1 if layout.pp == 1 else 4 * layout.pp
+            micro_batches = assumed_micro_batches(layout)
             if batch is not None:
                 if batch % (layout.data_ranks * micro_batch):
                     rejected["the batch does not divide over data ranks and micro-batches"] += 1

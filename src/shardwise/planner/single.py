@@ -9,15 +9,15 @@ from shardwise.planner.recompute import recompute_of
 from shardwise.planner.search import Found
 from shardwise.planner.stacks import Stack
 from shardwise.planner.step import StepModel
-from shardwise.planner.subject import Subject
+from shardwise.planner.subject import Subject, assumed_micro_batches
 from shardwise.spec import Cluster, InputError, Layout, Model, Recipe
 from shardwise.spec.legality import illegal, schedule_problems
 
 
 def micro_batches_of(layout: Layout, recipe: Recipe) -> int:
-    """Per step and data rank. Without recipe.batch_tokens as few as `search` assumes: one, or 4 · pp."""
+    """Per step and data rank."""
     if recipe.batch_tokens is None:
-        return 1 if layout.pp == 1 else 4 * layout.pp
+        return assumed_micro_batches(layout)
     return recipe.batch_sequences // (layout.data_ranks * layout.micro_batch)
 
 

@@ -8,7 +8,7 @@ from shardwise.planner.collectives import hop_seconds
 from shardwise.planner.compute import Speed
 from shardwise.planner.parameters import layer_parameters, outer_parameters
 from shardwise.planner.pipeline import simulate
-from shardwise.planner.schedules import order, stages_of
+from shardwise.planner.schedules import order, stages_of, steady_micro_batches
 from shardwise.planner.stacks import Stack
 from shardwise.planner.subject import Subject
 from shardwise.planner.traffic import DataTraffic, context_seconds, data_traffic, expert_seconds, tensor_seconds
@@ -48,9 +48,9 @@ class Pieces:
     optimizer: float
 
 
-def predict_step(subject: Subject, *, simulate_pipeline: bool = True) -> StepTime:
+def predict_step(subject: Subject) -> StepTime:
     """The step of one Subject; `StepModel` predicts many that share all but the layout."""
-    return StepModel(subject).predict(subject, simulate_pipeline=simulate_pipeline)
+    return StepModel(subject).predict(subject)
 
 
 class StepModel:
@@ -67,8 +67,8 @@ class StepModel:
         self._heads: dict[tuple[object, ...], tuple[float, float]] = {}
         self._data: dict[tuple[object, ...], DataTraffic] = {}
 
-    def predict(self, subject: Subject, *, simulate_pipeline: bool = True) -> StepTime:
-        """Without simulate_pipeline the bubble is the schedule's closed form: faster, blind to uneven stages."""
+    def predict(self, subject: Subject) -> StepTime:
+        """The step, its pipeline simulated."""
         layout, model, stack = subject.layout, subject.model, subject.stack
         tokens = layout.micro_batch * subject.sequence / layout.cp
         data = self._data_of(subject)
@@ -92,8 +92,7 @@ class StepModel:
         head = self._head(subject, tokens)
         forward[-1] += head[0]
         backward[-1] += head[1]
-        pipeline = _simulated if simulate_pipeline else _closed_form
-        busy, total, bubble = pipeline(subject, forward, backward, tokens)
+        busy, total, bubble = _simulated(subject, forward, backward, tokens)
 
         hidden = min(data.once * stack.hides_data, max(backward) * (layout.virtual_stages if stages > 1 else 1))
         once = data.once - hidden * (1 - stack.slowdown)
@@ -220,10 +219,7 @@ def _simulated(
         return busy, busy, 0.0
     ranks = [stages_of(layout.schedule, layout.pp, layout.virtual_stages, rank) for rank in range(layout.pp)]
     per_micro_batch = [sum(forward[stage] + backward[stage] for stage in stages) for stages in ranks]
-    # A long run is a short one and a steady state: simulating 3 rounds of the pipeline is enough.
-    few = min(micro_batches, max(3 * layout.pp, 2 * layout.pp + 2))
-    if layout.schedule.startswith("interleaved"):
-        few = min(micro_batches, max(layout.pp, few // layout.pp * layout.pp))
+    few = steady_micro_batches(layout.schedule, layout.pp, micro_batches)
     seconds: dict[tuple[int, str], float] = {}
     for stage, (f, b) in enumerate(zip(forward, backward, strict=True)):
         seconds |= {(stage, "F"): f, (stage, "B"): b, (stage, "I"): b / 2, (stage, "W"): b / 2}
@@ -245,23 +241,6 @@ def bubble_share(schedule: str, virtual: int) -> float:
     """The bubble over that of 1F1B, whose ranks each wait for (p - 1) micro-batches."""
     shares = {"interleaved": 1 / virtual, "interleaved-zb": 0.5 / virtual, "zbv": 0.15, "dualpipev": 0.3}
     return shares.get(schedule, 1.0)
-
-
-def _closed_form(
-    subject: Subject, forward: list[float], backward: list[float], tokens: float
-) -> tuple[float, float, float]:
-    """As `_simulated`, from the published bubble of each schedule (sources: planner/schedules.py)."""
-    layout, micro_batches = subject.layout, subject.micro_batches
-    through = sum(forward) + sum(backward)
-    slowest = max(f + b for f, b in zip(forward, backward, strict=True)) * (
-        layout.virtual_stages if layout.pp > 1 else 1
-    )
-    busy = micro_batches * max(slowest, through / layout.pp)
-    if layout.pp == 1:
-        return busy, busy, 0.0
-    share = bubble_share(layout.schedule, layout.virtual_stages)
-    total = busy + (layout.pp - 1) * through / layout.pp * share
-    return busy, total, 1 - micro_batches * through / layout.pp / total
 
 
 def _optimizer_seconds(subject: Subject, speed: Speed) -> float:

@@ -24,3 +24,8 @@ class Subject:
     sequence_parallel: bool = True
     gradient_bytes: int = 4  # per element, in the reduction
     gather_bytes: float = 2.0  # per element, in the gather of parameters
+
+
+def assumed_micro_batches(layout: Layout) -> int:
+    """Per step and data rank, where no batch is given: one, or under a pipeline four rounds of it."""
+    return 1 if layout.pp == 1 else 4 * layout.pp

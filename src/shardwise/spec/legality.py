@@ -150,8 +150,8 @@ def _batch(layout: Layout, recipe: Recipe) -> Iterator[str]:
     yield text
 
 
-def not_trainable(model: Model, layout: Layout, recipe: Recipe) -> Iterator[str]:
-    """What is legal but what `train` does not do yet, or needs and did not get."""
+def untrainable(model: Model, layout: Layout) -> Iterator[str]:
+    """What is legal and can be planned, but what `train` does not do yet."""
     for field in ("experts", "latent", "attention_sinks"):
         if getattr(model, field):
             yield f"model.{field} cannot be trained by this version, only planned; {model.name} has it"
@@ -162,6 +162,11 @@ def not_trainable(model: Model, layout: Layout, recipe: Recipe) -> Iterator[str]
             yield f"layout.{field} {value} cannot be trained by this version; what works: {field}: {works}"
     if layout.zero == 1:
         yield "layout.zero 1 cannot be trained by this version; what works: 0 (DDP), 2 or 3 (FSDP2)"
+
+
+def not_trainable(model: Model, layout: Layout, recipe: Recipe) -> Iterator[str]:
+    """`untrainable`, and what `train` needs of a recipe and did not get."""
+    yield from untrainable(model, layout)
     if not recipe.batch_tokens:
         yield (
             "recipe.batch_tokens is required for training: a batch that moved with the layout would change what is "

@@ -9,8 +9,8 @@ from shardwise.planner.explain import reasons, utilisation
 from shardwise.planner.price import age_days, choose_price
 from shardwise.planner.search import Found, search
 from shardwise.planner.stacks import STACKS
-from shardwise.spec import InputError, Layout, Run
-from shardwise.spec.legality import not_trainable
+from shardwise.spec import InputError, Run
+from shardwise.spec.legality import untrainable
 from shardwise.spec.plan import Candidate, Cost, Plan, PredictedTime
 from shardwise.spec.presets import prices
 from shardwise.spec.price import Price
@@ -31,10 +31,11 @@ def plan(
     """
     run = run if isinstance(run, Run) else Run.load(run)
     result = search(run.model, run.cluster, run.recipe, STACKS["shardwise"], top=top)
-    offer = choose_price(prices(), run.cluster.gpu.name, today(), provider=provider, spot=spot)
+    today = datetime.date.today()
+    offer = choose_price(prices(), run.cluster.gpu.name, today, provider=provider, spot=spot)
     if price is not None:
         offer = Price.load(
-            {"gpu": run.cluster.gpu.name, "provider": "given", "usd_per_gpu_hour": price, "date": today(),
+            {"gpu": run.cluster.gpu.name, "provider": "given", "usd_per_gpu_hour": price, "date": today,
              "source": "--price"}, "--price",
         )  # fmt: skip
     notes = [f"time and memory are modelled, not measured: {STACKS['shardwise'].name} on {run.cluster.gpu.name}"]
@@ -43,12 +44,14 @@ def plan(
     elif price is None:
         notes.append(
             f"price: {offer.usd_per_gpu_hour} USD per GPU-hour at {offer.provider} ({offer.kind}), "
-            f"{age_days(offer, today())} days old"
+            f"{age_days(offer, today)} days old"
         )
     if run.recipe.batch_tokens is None:
         notes.append("the batch is not given: each data rank gets as few micro-batches as its schedule allows")
     candidates = tuple(candidate_of(found, run, offer) for found in result.found)
-    trainable = [number for number, found in enumerate(candidates, start=1) if _can_train(run, found.layout)]
+    trainable = [
+        number for number, found in enumerate(candidates, start=1) if not any(untrainable(run.model, found.layout))
+    ]
     if len(trainable) < len(candidates):
         first = f"the first of them is number {trainable[0]}" if trainable else "none of these is one"
         notes.append(f"`shardwise train` runs data-parallel layouts without recompute so far: {first}")
@@ -60,15 +63,6 @@ def plan(
         run=run.replace(layout=candidates[0].layout),
         notes=tuple(notes),
     )
-
-
-def today() -> datetime.date:
-    return datetime.date.today()
-
-
-def _can_train(run: Run, layout: Layout) -> bool:
-    recipe = run.recipe.model_copy(update={"steps": 1, "batch_tokens": run.recipe.sequence})
-    return not list(not_trainable(run.model, layout, recipe))
 
 
 def candidate_of(found: Found, run: Run, offer: Price | None) -> Candidate:

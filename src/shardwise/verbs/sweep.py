@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from shardwise.planner.price import choose_price
 from shardwise.spec import Cluster, InputError, Run
 from shardwise.spec.plan import Candidate, ClusterSize
-from shardwise.spec.presets import gpu_names, gpu_preset, prices
-from shardwise.verbs.plan import plan, today
+from shardwise.spec.presets import gpu_names, gpu_preset
+from shardwise.verbs.plan import plan
 
 
 def parse_sizes(text: str) -> list[int]:
@@ -81,21 +80,17 @@ def _undominated(best: Candidate, others: list[tuple[int, Candidate]]) -> bool:
     )
 
 
-def cheapest_to_debug(run: Run, **pricing: Any) -> list[ClusterSize]:
+def cheapest_to_debug(run: Run, *, spot: bool = False) -> list[ClusterSize]:
     """One card of each kind that holds the model with one sequence, the cheapest hour first. Architecture is debugged
     there; the run is trained elsewhere."""
-    spot = bool(pricing.get("spot"))
     small = run.replace(recipe=run.recipe.model_copy(update={"batch_tokens": None, "tokens": None, "steps": None}))
     priced = []
     for name in gpu_names():
-        offer = choose_price(prices(), name, today(), spot=spot)
-        if offer is None:
-            continue
         cluster = Cluster.load({"gpu": gpu_preset(name), "gpus": 1}, "cluster")
         try:
             best = plan(small.replace(cluster=cluster), top=1, spot=spot).candidates[0]
         except InputError:
             continue
-        if best.verdict == "fits":
-            priced.append((offer.usd_per_gpu_hour, ClusterSize(gpus=1, gpu=name, best=best)))
+        if best.verdict == "fits" and best.cost.price_usd_per_gpu_hour is not None:
+            priced.append((best.cost.price_usd_per_gpu_hour, ClusterSize(gpus=1, gpu=name, best=best)))
     return [size for _, size in sorted(priced, key=lambda pair: pair[0])]

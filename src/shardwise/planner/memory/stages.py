@@ -6,7 +6,7 @@ import functools
 from dataclasses import dataclass
 
 from shardwise.planner.pipeline import in_flight
-from shardwise.planner.schedules import rank_order, stages_of
+from shardwise.planner.schedules import rank_order, stages_of, steady_micro_batches
 from shardwise.spec import Layout, Model
 
 FOLDED = ("zbv", "dualpipev")  # each rank has two stages, whatever virtual_stages says
@@ -51,10 +51,7 @@ def held(schedule: str, pipeline: int, micro_batches: int, virtual: int, rank: i
 
     Raises ValueError for a number of micro-batches that the schedule cannot do.
     """
-    # A long run is a short one and a steady state.
-    few = min(micro_batches, max(3 * pipeline, 2 * pipeline + 2))
-    if schedule.startswith("interleaved"):
-        few = min(micro_batches, max(pipeline, few // pipeline * pipeline))
+    few = steady_micro_batches(schedule, pipeline, micro_batches)
     return _held(schedule, pipeline, few, virtual, rank)
 
 
