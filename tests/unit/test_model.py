@@ -108,10 +108,10 @@ def test_a_cache_gives_the_logits_of_the_whole_text(name):
     decoder = build(model_preset(name))
     ids = torch.randint(320, (2, 12))
     cache = Cache(decoder.model.layers, capacity=12)
-    parts = [decoder(ids[:, :7], cache), *(decoder(ids[:, at : at + 1], cache) for at in range(7, 12))]
+    parts = [decoder(ids[:, :7], cache=cache), *(decoder(ids[:, at : at + 1], cache=cache) for at in range(7, 12))]
     torch.testing.assert_close(torch.cat(parts, dim=1), decoder(ids))
     with pytest.raises(ValueError, match="2 tokens cannot be appended at once"):
-        decoder(ids[:, :2], cache)
+        decoder(ids[:, :2], cache=cache)
 
 
 def greedy_without_cache(decoder: Decoder, prompt: torch.Tensor, tokens: int, context: int) -> list[int]:
@@ -154,7 +154,7 @@ def test_greedy_generation_equals_recomputing_everything(name, changes, context)
 def test_generation_costs_one_position_a_token(monkeypatch):
     decoder = build(model_preset("tiny-llama"))
     seen = []
-    decoder.blocks[0].register_forward_pre_hook(lambda module, arguments: seen.append(arguments[0].shape[1]))
+    decoder.blocks["0"].register_forward_pre_hook(lambda module, arguments: seen.append(arguments[0].shape[1]))
     list(generate(decoder, torch.randint(320, (9,)), 5))
     assert seen == [9, 1, 1, 1, 1]
 
@@ -172,7 +172,7 @@ def test_a_block_compiles_whole(name):
     decoder = build(model_preset(name), torch.float32)
     ids = torch.randint(320, (1, 8))
     expected = decoder(ids)
-    for block in decoder.blocks:
+    for block in decoder.blocks.values():
         block.compile(fullgraph=True, backend="eager")
     torch.testing.assert_close(decoder(ids), expected)
 

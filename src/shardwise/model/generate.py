@@ -40,7 +40,7 @@ def generate(
             cache, new = Cache(model.layers, capacity), ids[-context:]
         else:
             new = ids[-1:]
-        logits = decoder(new[None], cache)[0, -1, :vocabulary].float()
+        logits = decoder(new[None], cache=cache)[0, -1, :vocabulary].float()
         chosen = _choose(logits, temperature, top_k, generator)
         ids = torch.cat((ids, chosen))
         yield int(chosen)

@@ -6,20 +6,32 @@ already, which makes the cast a no-op): the arithmetic is the same on every layo
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.nn import functional as F
 
 from shardwise.model.cache import LayerCache
 from shardwise.spec import Model
 
 
+def cast(weight: Tensor, x: Tensor) -> Tensor:
+    """A weight in the type of x. Of one that is spread over ranks (a DTensor), this rank's part; its gradient is that
+    of this rank's part of x, to be summed with the other ranks' where they hold the same weight."""
+    if isinstance(weight, DTensor):
+        weight = weight.to_local(
+            grad_placements=[Partial() if isinstance(place, Replicate) else place for place in weight.placements]
+        )
+    return weight.to(x.dtype)
+
+
 class Linear(nn.Linear):
     """y = x Wᵀ + b in the type of x. (…, in) -> (…, out)."""
 
     def forward(self, x: Tensor) -> Tensor:
-        bias = None if self.bias is None else self.bias.to(x.dtype)
-        return F.linear(x, self.weight.to(x.dtype), bias)
+        return F.linear(x, cast(self.weight, x), None if self.bias is None else cast(self.bias, x))
 
 
 class Norm(nn.Module):
@@ -32,18 +44,17 @@ class Norm(nn.Module):
         self.bias = nn.Parameter(torch.empty(size)) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        weight, shape = self.weight.to(x.dtype), self.weight.shape
+        weight = cast(self.weight, x)
         if self.kind == "rmsnorm":
-            return F.rms_norm(x, shape, weight, self.eps)
-        bias = None if self.bias is None else self.bias.to(x.dtype)
-        return F.layer_norm(x, shape, weight, bias, self.eps)
+            return F.rms_norm(x, weight.shape, weight, self.eps)
+        return F.layer_norm(x, weight.shape, weight, None if self.bias is None else cast(self.bias, x), self.eps)
 
 
 class Attention(nn.Module):
     """Causal self-attention with grouped queries.
 
     `qkv` is one projection whose rows are ordered by KV group (the group's queries, its key, its value), so that
-    cutting the rows in equal parts keeps whole groups together.
+    cutting the rows in equal parts keeps whole groups together. `attend` is the attention itself, whoever computes it.
     """
 
     def __init__(self, model: Model):
@@ -54,6 +65,7 @@ class Attention(nn.Module):
         self.out = Linear(model.heads * model.head_dim, model.hidden, bias=model.out_bias)
         self.q_norm = Norm("rmsnorm", model.head_dim, model.norm_eps, False) if model.qk_norm else None
         self.k_norm = Norm("rmsnorm", model.head_dim, model.norm_eps, False) if model.qk_norm else None
+        self.attend: Attend = causal_attention
 
     def forward(self, x: Tensor, rope: tuple[Tensor, Tensor] | None, cache: LayerCache | None = None) -> Tensor:
         batch, sequence, _ = x.shape
@@ -66,14 +78,17 @@ class Attention(nn.Module):
             q, k = rotate(q, *rope), rotate(k, *rope)
         if cache is not None:
             k, v = cache.extend(k, v)
-        mixed = F.scaled_dot_product_attention(
-            q.transpose(1, 2),
-            k.transpose(1, 2),
-            v.transpose(1, 2),
-            is_causal=sequence > 1,  # one token alone, or after those in the cache, sees all keys
-            enable_gqa=self.queries_per_group > 1,
-        )  # (B, H, S, d)
+        mixed = self.attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
         return self.out(mixed.transpose(1, 2).flatten(2))
+
+
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """q (B, H, S, d), k (B, G, S, d), v (B, G, S, e) -> (B, H, S, e). H / G query heads share a key and value head."""
+    # One token alone, or after those in the cache, sees all keys.
+    return F.scaled_dot_product_attention(q, k, v, is_causal=q.shape[2] > 1, enable_gqa=q.shape[1] != k.shape[1])
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -100,17 +115,3 @@ class Mlp(nn.Module):
         if self.gate is None:
             return self.down(F.gelu(self.up(x), approximate="tanh"))
         return self.down(F.silu(self.gate(x)) * self.up(x))
-
-
-class Block(nn.Module):
-    """Pre-norm residual block."""
-
-    def __init__(self, model: Model):
-        super().__init__()
-        norm = (model.norm, model.hidden, model.norm_eps, model.norm_bias)
-        self.attention_norm, self.attention = Norm(*norm), Attention(model)
-        self.mlp_norm, self.mlp = Norm(*norm), Mlp(model)
-
-    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor] | None, cache: LayerCache | None = None) -> Tensor:
-        x = x + self.attention(self.attention_norm(x), rope, cache)
-        return x + self.mlp(self.mlp_norm(x))

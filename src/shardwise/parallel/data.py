@@ -38,9 +38,9 @@ def shard(decoder: Decoder, mesh: Mesh, layout: Layout, precision: Precision) ->
         ),
     }
     again = layout.zero == 3
-    for block in decoder.blocks:
+    for block in decoder.blocks.values():
         fully_shard(block, **options, reshard_after_forward=again)
-    if decoder.head is not None:
+    if not decoder.model.tied:
         fully_shard(decoder.embedding, **options, reshard_after_forward=again)
         # Needed first thing in the backward, so it is never given up in between.
         fully_shard([decoder.norm, decoder.head], **options, reshard_after_forward=False)

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from shardwise.data import MixedOrder, Order
-from shardwise.model.loss import cross_entropy_sum
 from shardwise.parallel.data import micro_step
 from shardwise.spec import Run, Step
 from shardwise.training.batches import Batches, MicroBatch
@@ -88,7 +87,7 @@ class Trainer:
     def loss_sum(self, ids: Tensor, labels: Tensor) -> Tensor:
         """Summed loss in nats of one micro-batch: (B, S), (B, S) -> scalar."""
         with _attention_backends(self.device):
-            return cross_entropy_sum(self.module(ids), labels)
+            return self.module(ids, labels)
 
     def _update(self, norm: Tensor, rate: float) -> None:
         """One optimizer step with the clipped gradient, whose norm is `norm`."""

@@ -1,0 +1,23 @@
+"""One block of the decoder."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from shardwise.model.cache import LayerCache
+from shardwise.model.layers import Attention, Mlp, Norm
+from shardwise.spec import Model
+
+
+class Block(nn.Module):
+    """Pre-norm residual block; `index` is its place among the model's layers."""
+
+    def __init__(self, model: Model, index: int):
+        super().__init__()
+        norm = (model.norm, model.hidden, model.norm_eps, model.norm_bias)
+        self.attention_norm, self.attention = Norm(*norm), Attention(model)
+        self.mlp_norm, self.mlp = Norm(*norm), Mlp(model)
+
+    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor] | None, cache: LayerCache | None = None) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), rope, cache)
+        return x + self.mlp(self.mlp_norm(x))
