@@ -30,14 +30,14 @@ RUN: dict[str, Any] = {
 # A rank that does something at a step, put in front of the command line: {rank} is an int, {step} the step in hand.
 _PATCH = """
 import os, signal, sys, time
-import shardwise.training.loop as loop
-original, seen = loop.gradient_norm, [0]
+from shardwise.parallel.module import ParallelModule
+original, seen = ParallelModule.gradient_norm, [0]
 def patched(module):
     seen[0] += 1
     rank, step = int(os.environ["RANK"]), seen[0]
     {action}
     return original(module)
-loop.gradient_norm = patched
+ParallelModule.gradient_norm = patched
 from shardwise.cli.main import main
 sys.exit(main(sys.argv[1:]))
 """

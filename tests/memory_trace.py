@@ -37,7 +37,6 @@ from shardwise.planner.stacks import STACKS
 from shardwise.planner.subject import Subject
 from shardwise.spec import Layout, Run
 from shardwise.spec.memory import GIB
-from shardwise.training.gradients import gradient_norm
 from shardwise.training.loop import Trainer
 
 ROUND = 512
@@ -176,8 +175,9 @@ def trace(run: Run, *, rank: int = 0, micro_batches: int = 1) -> Trace:
         module = build_parallel(run, mesh, torch.device("cpu"))
     tracker = Tracker()
     with cuda_operators(), FakeTensorMode(allow_non_fake_inputs=True), tracker.intercepting(), tracker:
-        module.to_empty(device="cpu")
-        trainer = Trainer(run, module, torch.device("cpu"), lambda: False)
+        for stage in module.stages.values():
+            stage.to_empty(device="cpu")
+        trainer = Trainer(run, module, lambda: False)
         _step(trainer, tracker, micro_batches)
         tracker.phase, held = "inputs", tracker.live
         tracker.restart()
@@ -192,7 +192,8 @@ def _step(trainer: Trainer, tracker: Tracker, micro_batches: int) -> None:
     batch = list(zip(torch.zeros(shape, dtype=torch.long), torch.zeros(shape, dtype=torch.long), strict=True))
     trainer._forward_backward(batch, 1)
     tracker.phase = "update"
-    trainer._update(gradient_norm(trainer.module), 1e-3)
+    trainer.module.gradient_norm()
+    trainer._update(2.0, 1e-3)
     trainer.optimizer.zero_grad()
 
 

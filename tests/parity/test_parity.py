@@ -11,11 +11,12 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.tensor import DTensor
 
 from shardwise.data import Order
 from shardwise.parallel.apply import build_parallel
 from shardwise.parallel.mesh import build_mesh
+from shardwise.parallel.module import ParallelModule
 from shardwise.spec import Run, load_run
 from shardwise.training import loss_scale
 from shardwise.training.batches import Batches
@@ -33,12 +34,19 @@ LAYOUTS = {
     "FSDP×4, zero 3": {"dp_shard": 4, "zero": 3},
     "HSDP 2×2, zero 2": {"dp_replicate": 2, "dp_shard": 2, "zero": 2},
     "HSDP 2×2, zero 3": {"dp_replicate": 2, "dp_shard": 2, "zero": 3},
+    "TP×2": {"tp": 2},
+    "TP×4": {"tp": 4},
+    "TP×2, chunked loss": {"tp": 2, "loss": "chunked"},
+    "chunked loss": {"loss": "chunked"},
+    "DDP×2 × TP×2": {"dp_replicate": 2, "tp": 2},
+    "FSDP×2 × TP×2": {"dp_shard": 2, "tp": 2},
+    "HSDP 2×2 × TP×2": {"dp_replicate": 2, "dp_shard": 2, "tp": 2},
 }
-MODELS = {  # odd sizes, so that shards are uneven
-    "gpt": {"preset": "tiny-gpt", "layers": 2, "hidden": 36, "ffn": 50, "heads": 3, "kv_heads": 3, "head_dim": 12,
-            "vocabulary": 67, "max_sequence": 32},
-    "llama": {"preset": "tiny-llama", "layers": 2, "hidden": 36, "ffn": 50, "heads": 6, "kv_heads": 2, "head_dim": 6,
-              "vocabulary": 67, "tied": False, "qk_norm": True},
+MODELS = {  # sizes that shards of 4 ranks do not divide; for tp 4 the llama has fewer KV heads than ranks
+    "gpt": {"preset": "tiny-gpt", "layers": 4, "hidden": 36, "ffn": 52, "heads": 4, "kv_heads": 4, "head_dim": 9,
+            "vocabulary": 68, "max_sequence": 32},
+    "llama": {"preset": "tiny-llama", "layers": 4, "hidden": 36, "ffn": 52, "heads": 8, "kv_heads": 2, "head_dim": 6,
+              "vocabulary": 68, "tied": False, "qk_norm": True},
 }  # fmt: skip
 TOLERANCE = {"fp32": 1e-6, "fp64": 1e-12}
 
@@ -81,12 +89,13 @@ def make_run(model: str, layout: dict, precision: str, micro_batch: int) -> Run:
     )
 
 
-def full_weights(module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """The whole weights, by name, on every rank."""
-    state = get_model_state_dict(module, options=StateDictOptions(full_state_dict=True))
-    objects = [{name: tensor.clone() for name, tensor in state.items()}]
-    dist.broadcast_object_list(objects)  # full_state_dict is filled on rank 0 only
-    return objects[0]
+def full_weights(module: ParallelModule) -> dict[str, torch.Tensor]:
+    """The whole weights and buffers, by name, on every rank."""
+    tensors = [*module.named_buffers(), *module.named_parameters()]
+    own = {name: (t.full_tensor() if isinstance(t, DTensor) else t).detach().clone() for name, t in tensors}
+    parts: list[dict[str, torch.Tensor]] = [{}] * dist.get_world_size()
+    dist.all_gather_object(parts, own)
+    return {name: tensor for part in parts for name, tensor in part.items()}
 
 
 def train(run: Run) -> Result:
@@ -97,7 +106,7 @@ def train(run: Run) -> Result:
     stream = Stream(run.model.vocabulary)
     order = Order(stream.tokens, SEQUENCE, SEQUENCES, run.recipe.seed)
     batches = Batches(stream, order, run.layout, mesh.data_rank, run.model.vocabulary, device)
-    steps = list(Trainer(run, module, device, wants_stop=lambda: False).steps(batches, order, 0))
+    steps = list(Trainer(run, module, wants_stop=lambda: False).steps(batches, order, 0))
     batches.close()
     final = full_weights(module)
     return Result(initial, [s.loss for s in steps], [s.grad_norm for s in steps], final, [s.loss_scale for s in steps])

@@ -31,10 +31,10 @@ def score(run: Run, directory: Path, tokens: int):
     device = torch.device("cpu")
     mesh = build_mesh(run.layout, "cpu")
     module = build_parallel(run, mesh, device)
-    trainer = Trainer(run, module, device, wants_stop=lambda: False)
+    trainer = Trainer(run, module, wants_stop=lambda: False)
     return validate(
         module,
-        trainer.loss_sum,
+        trainer.losses,
         open_data(directory),
         step=0,
         sequence=SEQUENCE,
@@ -42,6 +42,7 @@ def score(run: Run, directory: Path, tokens: int):
         micro_batch=run.layout.micro_batch,
         data_rank=mesh.data_rank,
         data_ranks=run.layout.data_ranks,
+        counts=mesh.counts_targets,
         vocabulary=run.model.vocabulary,
         device=device,
         wants_stop=lambda: False,

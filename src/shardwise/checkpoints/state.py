@@ -7,13 +7,12 @@ Sharded tensors are DTensors. Hyperparameters are not part of it: they follow fr
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 
 from shardwise.spec import InputError
 
@@ -21,7 +20,15 @@ from shardwise.spec import InputError
 RNG = "rng/"
 
 
-def collect(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+class Stateful(Protocol):
+    """What has named tensors: a module, or the stages of one. Of several with one name, the first counts."""
+
+    def named_parameters(self) -> Iterable[tuple[str, nn.Parameter]]: ...
+
+    def named_buffers(self) -> Iterable[tuple[str, Tensor]]: ...
+
+
+def collect(model: Stateful, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """The state of this rank. Weights and moments are the live tensors, not copies: loading into them loads the model.
 
     An optimizer that has not stepped yet gets the zero state with which its first step would begin. The random number
@@ -30,11 +37,15 @@ def collect(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any
     rng = {"cpu": torch.get_rng_state()}
     if torch.cuda.is_initialized():
         rng["cuda"] = torch.cuda.get_rng_state()
-    return {"model": get_model_state_dict(model), "optimizer": _moments(model, optimizer), _rng_key(): rng}
+    return {
+        "model": _named([*model.named_buffers(), *model.named_parameters()]),
+        "optimizer": _moments(model, optimizer),
+        _rng_key(): rng,
+    }
 
 
 @torch.no_grad()
-def apply(model: nn.Module, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
+def apply(model: Stateful, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
     """Make `state` (nested as `collect` gives it) the state of model, optimizer and this rank's generators.
 
     A rank that has no generator state in it keeps its own. Raises InputError naming tensors that are missing or differ
@@ -92,32 +103,38 @@ def _form(shape: torch.Size, dtype: torch.dtype) -> str:
     return f"{str(dtype).removeprefix('torch.')}{list(shape)}"
 
 
-def _moments(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Tensor]]:
+def _named(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+    """Without the name that DDP puts in front."""
+    return {name.removeprefix("module."): tensor for name, tensor in reversed(list(tensors))}
+
+
+def _moments(model: Stateful, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Tensor]]:
     """The optimizer's tensors by parameter name; parameters without any are left out."""
     if not optimizer.state:
-        return _first_moments(model, optimizer)
-    state = get_optimizer_state_dict(model, optimizer)["state"]
-    return {name: tensors for name, tensors in state.items() if tensors}  # type: ignore[misc, union-attr]
+        _make_first_moments(optimizer)
+    moments = {}
+    for name, parameter in _named(model.named_parameters()).items():
+        if tensors := {key: value for key, value in optimizer.state[parameter].items() if isinstance(value, Tensor)}:
+            moments[name] = tensors
+    return moments
 
 
-def _first_moments(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Tensor]]:
-    """What the optimizer's first step would begin with.
-
-    torch makes it by one step with zero gradients and zero learning rate. That leaves `step` at 1 and SGD's momentum at
-    weight_decay × weight, and is not done at all where gradients are there already; so these are put aside, and the
-    result is set to zero.
-    """
+def _make_first_moments(optimizer: torch.optim.Optimizer) -> None:
+    """What the optimizer's first step would begin with: made by one step with zero gradients and zero learning rate,
+    then set to zero, since that leaves `step` at 1 and SGD's momentum at weight_decay × weight."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     gradients = [parameter.grad for parameter in parameters]
+    rates = [group["lr"] for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
     for parameter in parameters:
-        parameter.grad = None
-    try:
-        get_optimizer_state_dict(model, optimizer)
-    finally:
-        for parameter, gradient in zip(parameters, gradients, strict=True):
-            parameter.grad = gradient
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        parameter.grad = gradient
     for tensors in optimizer.state.values():
         for tensor in tensors.values():
             if isinstance(tensor, Tensor):
                 tensor.zero_()
-    return _moments(model, optimizer) if optimizer.state else {}

@@ -5,17 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from shardwise.data import Data, read_windows, validation_parts
 from shardwise.model.loss import IGNORED
 
-_STOP_POLL = 8  # micro-batches between two questions whether to give up
+_TOGETHER = 8  # micro-batches that a pipeline gets at once; before them, ranks ask each other whether to stop
 
 
 @dataclass(frozen=True)
@@ -39,10 +39,16 @@ class Validation:
         return record | {f"loss/{name}": loss for name, loss in self.losses.items()}
 
 
+class Trainable(Protocol):
+    """What `validate` needs of a model."""
+
+    def train(self, mode: bool) -> Any: ...
+
+
 @torch.no_grad()
 def validate(
-    module: nn.Module,
-    loss_sum: Callable[[Tensor, Tensor], Tensor],
+    module: Trainable,
+    losses: Callable[[list[tuple[Tensor, Tensor]]], list[Tensor]],
     data: Data,
     *,
     step: int,
@@ -51,6 +57,7 @@ def validate(
     micro_batch: int,
     data_rank: int,
     data_ranks: int,
+    counts: bool,
     vocabulary: int,
     device: torch.device,
     wants_stop: Callable[[], bool],
@@ -58,8 +65,9 @@ def validate(
     """Score the first `tokens` of the validation split; of a mixture, each source's share of them (`validation_parts`).
     None where a rank wants to stop before the end.
 
-    loss_sum: (ids, labels) of one micro-batch -> summed loss. Every rank runs the same number of micro-batches, as
-    FSDP2's collectives require; the last are padded with windows that have no targets.
+    losses: (ids, labels) of some micro-batches -> this rank's part of the summed loss of each. Every rank runs the same
+    number of micro-batches, as collectives require; the last are padded with windows that have no targets. counts:
+    whether this is the one of the ranks that read the same windows which counts their targets.
     """
     parts = validation_parts(data.validation, sequence, tokens)
     text = data.token_bytes
@@ -71,19 +79,24 @@ def validate(
         for source, (_, windows) in enumerate(parts)
         for first in range(0, len(windows), data_ranks * micro_batch)
     ]
-    module.eval()
+    module.train(False)
     try:
-        for index, (source, windows) in enumerate(rounds):
-            if index % _STOP_POLL == 0 and _any(wants_stop(), device):
+        for first in range(0, len(rounds), _TOGETHER):
+            if _any(wants_stop(), device):
                 return None
-            mine = windows[data_rank * micro_batch : (data_rank + 1) * micro_batch]
-            ids, labels = _read(data, mine, sequence, micro_batch, vocabulary)
-            targets = labels[labels != IGNORED]
-            sums[source, 0] += loss_sum(torch.from_numpy(ids).to(device), torch.from_numpy(labels).to(device))
-            sums[source, 1] += len(targets)
-            sums[source, 2] += math.nan if text is None else int(text[targets].sum())
+            batches = []
+            for source, windows in rounds[first : first + _TOGETHER]:
+                mine = windows[data_rank * micro_batch : (data_rank + 1) * micro_batch]
+                ids, labels = _read(data, mine, sequence, micro_batch, vocabulary)
+                batches.append((torch.from_numpy(ids).to(device), torch.from_numpy(labels).to(device)))
+                if counts:
+                    targets = labels[labels != IGNORED]
+                    sums[source, 1] += len(targets)
+                    sums[source, 2] += math.nan if text is None else int(text[targets].sum())
+            for (source, _), loss in zip(rounds[first : first + _TOGETHER], losses(batches), strict=True):
+                sums[source, 0] += loss
     finally:
-        module.train()
+        module.train(True)
     dist.all_reduce(sums)
     nats, count, size = sums.sum(dim=0).tolist()
     losses = {name: nats / count for (name, _), (nats, count, _) in zip(parts, sums.tolist(), strict=True) if name}

@@ -18,13 +18,15 @@ class Head(nn.Module):
     """Hidden states (B, S, hidden) to logits, or to the summed loss of given labels. A tied head has no parameter of
     its own (one registered twice would come apart in `to_empty`): it is given the embedding's at each call.
 
-    `loss_sum(x, weight, labels)` is how the loss is computed: at once, or in pieces (`model/chunked_loss.py`).
+    `loss_sum(x, weight, labels)` is how the loss is computed, at once or in pieces (`model/chunked_loss.py`), the
+    latter with `loss_and_gradient(logits, labels)`.
     """
 
     def __init__(self, model: Model):
         super().__init__()
         self.weight = None if model.tied else nn.Parameter(torch.empty(model.vocabulary, model.hidden))
         self.loss_sum: Callable[[Tensor, Tensor, Tensor], Tensor] = full_loss
+        self.loss_and_gradient: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] = loss_and_gradient
 
     def forward(self, x: Tensor, labels: Tensor | None = None, tied: Tensor | None = None) -> Tensor:
         weight = cast(self.weight if tied is None else tied, x)
@@ -43,3 +45,13 @@ def cross_entropy_sum(logits: Tensor, labels: Tensor) -> Tensor:
     """
     wide = torch.promote_types(logits.dtype, torch.float32)
     return F.cross_entropy(logits.flatten(0, 1).to(wide), labels.flatten(), ignore_index=IGNORED, reduction="sum")
+
+
+def loss_and_gradient(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """Summed loss of logits (…, V), as `cross_entropy_sum`, and its gradient with respect to them, as wide as it."""
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    counted, index = labels != IGNORED, labels.clamp(min=0)[..., None]
+    logs = wide.log_softmax(-1)
+    loss = -(logs.gather(-1, index)[..., 0] * counted).sum()
+    gradient = logs.exp_().scatter_add_(-1, index, -torch.ones_like(index, dtype=logs.dtype))
+    return loss, gradient.mul_(counted[..., None])

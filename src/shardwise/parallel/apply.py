@@ -1,24 +1,47 @@
-"""The one place that knows the order: build on meta, shard, materialize, replicate."""
+"""The one place that knows the order: build on meta, split, shard, materialize, replicate."""
 
 from __future__ import annotations
 
 import torch
 from torch import nn
 
+from shardwise.model.chunked_loss import compute_in_chunks
 from shardwise.model.decoder import Decoder
+from shardwise.parallel.context import SequenceCut, spread_attention
 from shardwise.parallel.data import replicate, shard
 from shardwise.parallel.materialize import materialize
 from shardwise.parallel.mesh import Mesh
+from shardwise.parallel.module import ParallelModule
 from shardwise.parallel.precision import compute_dtype, parameter_dtype
+from shardwise.parallel.tensor import split_tensors
+from shardwise.planner.stages import own_stages
 from shardwise.spec import Run
 
 
-def build_parallel(run: Run, mesh: Mesh, device: torch.device) -> nn.Module:
+def build_parallel(run: Run, mesh: Mesh, device: torch.device) -> ParallelModule:
     """The Run's model on this rank, spread as its layout says, with its initial weights."""
+    layout = run.fixed_layout
+    cut = SequenceCut(mesh, run.recipe.sequence, device)
+    ranges = own_stages(run.model, layout, run.recipe.sequence, mesh.coordinate("pp"))
+    stages = {number: _build_stage(run, mesh, layers, cut, device) for number, layers in ranges.items()}
+    return ParallelModule(layout, mesh, stages, cut, device)
+
+
+def _build_stage(run: Run, mesh: Mesh, layers: range, cut: SequenceCut, device: torch.device) -> nn.Module:
     layout, precision = run.fixed_layout, run.recipe.precision
     with torch.device("meta"):
-        decoder = Decoder(run.model, compute_dtype(precision)).to(parameter_dtype(precision))
+        decoder = Decoder(run.model, compute_dtype(precision), layers).to(parameter_dtype(precision))
+    if layout.tp > 1:
+        split_tensors(decoder, mesh)
+    if layout.cp > 1:
+        spread_attention(decoder, mesh, layout)
+    if layout.cp * layout.tp > 1:
+        cut.tell_positions(decoder)
+    if layout.loss == "chunked" and decoder.head is not None:
+        compute_in_chunks(decoder.head)
     if layout.zero >= 2:
         shard(decoder, mesh, layout, precision)
     materialize(decoder, run.model, run.recipe.seed, device)
-    return replicate(decoder, mesh) if layout.dp_replicate > 1 and layout.zero == 0 else decoder
+    if layout.zero < 2 and layout.tp == layout.pp == layout.ep == 1 and mesh.weights["replicate"].size() > 1:
+        return replicate(decoder, mesh)
+    return decoder

@@ -8,6 +8,7 @@ tokens (`training/loop.py`), so no layout divides twice or not at all.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,13 +25,14 @@ from shardwise.spec import Layout, Precision
 def shard(decoder: Decoder, mesh: Mesh, layout: Layout, precision: Precision) -> None:
     """FSDP2 (arXiv 2304.11277), in place: one unit per block, one for an untied embedding, one for norm and head.
 
-    Shards parameters, gradients and optimizer state over dp_shard. All-gathers each unit before its forward and, with
+    Shards parameters, gradients and optimizer state over dp_shard · cp. All-gathers each unit before its forward and, with
     zero 3, again before its backward (zero 2 keeps it in between); reduce-scatters its gradient after its backward,
     then all-reduces it over dp_replicate.
     """
     mixed = compute_dtype(precision) != parameter_dtype(precision)
-    options = {
-        "mesh": mesh.devices if layout.dp_replicate > 1 else mesh.devices["dp_shard"],
+    dimensions = ("replicate", "shard") if layout.dp_replicate > 1 else "shard"
+    options: dict[str, Any] = {
+        "mesh": mesh.weights[dimensions],
         "mp_policy": MixedPrecisionPolicy(
             param_dtype=compute_dtype(precision) if mixed else None,
             reduce_dtype=reduce_dtype(precision) if mixed else None,
@@ -40,8 +42,9 @@ def shard(decoder: Decoder, mesh: Mesh, layout: Layout, precision: Precision) ->
     again = layout.zero == 3
     for block in decoder.blocks.values():
         fully_shard(block, **options, reshard_after_forward=again)
-    if not decoder.model.tied:
+    if decoder.embedding is not None and not decoder.model.tied:
         fully_shard(decoder.embedding, **options, reshard_after_forward=again)
+    if decoder.head is not None and not decoder.model.tied:
         # Needed first thing in the backward, so it is never given up in between.
         fully_shard([decoder.norm, decoder.head], **options, reshard_after_forward=False)
     fully_shard(decoder, **options, reshard_after_forward=False)
@@ -57,15 +60,16 @@ def replicate(decoder: Decoder, mesh: Mesh) -> DistributedDataParallel:
     The replicas must hold equal weights already; initial weights are keyed by name, so nothing is broadcast.
     """
     device = next(decoder.parameters()).device
+    group = mesh.weights.get_group("replicate")
     ddp = DistributedDataParallel(
         decoder,
         device_ids=[device.index] if device.type == "cuda" else None,
-        process_group=mesh.devices["dp_replicate"].get_group(),
+        process_group=group,
         broadcast_buffers=False,
         gradient_as_bucket_view=True,
         init_sync=False,
     )
-    ddp.register_comm_hook(mesh.devices["dp_replicate"].get_group(), _sum_bucket)
+    ddp.register_comm_hook(group, _sum_bucket)
     return ddp
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 from shardwise.model.init import initial_value
 from shardwise.spec import Model
@@ -19,14 +19,29 @@ def materialize(module: nn.Module, model: Model, seed: int, device: torch.device
     module.to_empty(device=device)
     for name, parameter in module.named_parameters():
         _fill(parameter, name, model, seed, device)
+    for buffer in module.buffers():
+        buffer.zero_()  # the balancing biases of routers, and what they count
 
 
 def _fill(parameter: nn.Parameter, name: str, model: Model, seed: int, device: torch.device) -> None:
     # A function of its own, so that the full tensor is gone before the next one is drawn.
     full = initial_value(model, name, parameter.shape, seed, device).to(parameter.dtype)
     if isinstance(parameter, DTensor):
-        # src_data_rank=None: cut the local tensor instead of scattering rank 0's.
-        part = distribute_tensor(full, parameter.device_mesh, parameter.placements, src_data_rank=None)
-        parameter.to_local().copy_(part.to_local())
+        parameter.to_local().copy_(own_part(full, parameter))
     else:
         parameter.copy_(full)
+
+
+def own_part(full: torch.Tensor, spread: DTensor) -> torch.Tensor:
+    """What this rank holds of a full tensor that is spread as `spread` is. Nothing is communicated.
+
+    FSDP2 cuts what tensor parallelism has cut, though its dimension of the mesh comes first: hence the order.
+    """
+    place = spread.device_mesh.get_coordinate()
+    assert place is not None
+    for dimension, placement in reversed(list(enumerate(spread.placements))):
+        if not placement.is_replicate():
+            parts = full.chunk(spread.device_mesh.size(dimension), placement.dim)
+            index = place[dimension]
+            full = parts[index] if index < len(parts) else full.narrow(placement.dim, 0, 0)
+    return full

@@ -1,36 +1,97 @@
-"""The mesh: which rank stands where."""
+"""The mesh: which rank stands where, and with whom it talks.
+
+Ranks are numbered with tensor parallelism innermost: (pp, dp_replicate, dp_shard, cp, tp). Weights live on a mesh of
+their own, (pp, replicate, shard, tp), where `shard` are all ranks that share one copy, those of cp included; routed
+experts on (pp, replicate, shard, ep).
+"""
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
+import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shardwise.spec import Layout
 
-DIMENSIONS = ("dp_replicate", "dp_shard")
+DIMENSIONS = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 
 
 @dataclass(frozen=True)
 class Mesh:
-    """A named device mesh with every dimension of the layout, also those of size 1."""
+    """`weights` and `experts` (None without expert parallelism) as above; `context` joins the ranks of cp, `sequence`
+    those of cp and tp, among which every sequence is spread (each None where it is one rank)."""
 
-    devices: DeviceMesh
+    layout: Layout
+    rank: int
+    weights: DeviceMesh
+    experts: DeviceMesh | None
+    context: dist.ProcessGroup | None
+    sequence: dist.ProcessGroup | None
 
     @property
     def data_rank(self) -> int:
         """Which share of every batch this rank reads, 0 … data_ranks - 1."""
-        return self.coordinate("dp_replicate") * self.devices["dp_shard"].size() + self.coordinate("dp_shard")
+        return self.coordinate("dp_replicate") * self.layout.dp_shard + self.coordinate("dp_shard")
+
+    @property
+    def counts_targets(self) -> bool:
+        """Whether this is the first of the ranks that read the same data."""
+        return all(self.coordinate(name) == 0 for name in ("pp", "cp", "tp"))
+
+    @property
+    def stage_ranks(self) -> int:
+        """Ranks that hold the same pipeline stages."""
+        return self.layout.world // self.layout.pp
 
     def coordinate(self, dimension: str) -> int:
-        return self.devices.get_local_rank(dimension)
+        """This rank's place in one of DIMENSIONS, from 0."""
+        stride = 1
+        for name in reversed(DIMENSIONS):
+            if name == dimension:
+                return self.rank // stride % getattr(self.layout, name)
+            stride *= getattr(self.layout, name)
+        raise KeyError(dimension)
 
     def describe(self) -> str:
         """This rank's place, for messages: 'dp_replicate 0, dp_shard 1'."""
-        return ", ".join(f"{name} {self.coordinate(name)}" for name in DIMENSIONS)
+        parts = [f"{name} {self.coordinate(name)}" for name in DIMENSIONS if getattr(self.layout, name) > 1]
+        return ", ".join(parts) or "the only rank"
 
 
 def build_mesh(layout: Layout, device_type: str) -> Mesh:
     """The mesh of the default process group; its world size must equal layout.world."""
-    sizes = tuple(getattr(layout, name) for name in DIMENSIONS)
-    return Mesh(init_device_mesh(device_type, sizes, mesh_dim_names=DIMENSIONS))
+    data = layout.dp_shard * layout.cp
+    # Where nothing is sharded, all data ranks are replicas.
+    replicate, shard = (layout.dp_replicate, data) if layout.zero >= 2 else (layout.dp_replicate * data, 1)
+    experts = None
+    if layout.ep > 1:
+        copies = data * layout.tp // layout.ep
+        replicas, shards = (layout.dp_replicate, copies) if layout.zero >= 2 else (layout.dp_replicate * copies, 1)
+        experts = _mesh(device_type, pp=layout.pp, replicate=replicas, shard=shards, ep=layout.ep)
+    return Mesh(
+        layout=layout,
+        rank=dist.get_rank(),
+        weights=_mesh(device_type, pp=layout.pp, replicate=replicate, shard=shard, tp=layout.tp),
+        experts=experts,
+        context=_across(device_type, layout.world, stride=layout.tp, size=layout.cp),
+        sequence=_across(device_type, layout.world, stride=1, size=layout.cp * layout.tp),
+    )
+
+
+# A process group is never given back: DTensor remembers meshes by their shape, and would reach for its name. So meshes
+# of the same shape are the same one.
+@functools.cache
+def _mesh(device_type: str, **sizes: int) -> DeviceMesh:
+    return init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+
+
+@functools.cache
+def _across(device_type: str, world: int, *, stride: int, size: int) -> dist.ProcessGroup | None:
+    """Groups of `size` ranks that lie `stride` apart; None for groups of one."""
+    if size == 1:
+        return None
+    ranks = torch.arange(world).view(-1, size, stride).transpose(1, 2).reshape(-1, size)
+    return DeviceMesh(device_type, ranks, mesh_dim_names=("rest", "group")).get_group("group")

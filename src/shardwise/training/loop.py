@@ -9,14 +9,13 @@ from contextlib import nullcontext
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from shardwise.data import MixedOrder, Order
-from shardwise.parallel.data import micro_step
+from shardwise.parallel.module import ParallelModule
 from shardwise.spec import Run, Step
 from shardwise.training.batches import Batches, MicroBatch
-from shardwise.training.gradients import clip_gradients, gradient_norm, scale_gradients
 from shardwise.training.loss_scale import LossScale
 from shardwise.training.metrics import Utilisation, peak_memory_gib
 from shardwise.training.optimizer import build_optimizer, set_learning_rate
@@ -33,13 +32,13 @@ class Trainer:
     `wants_stop` is asked after every step on every rank; as soon as one says yes, all end after that same step.
     """
 
-    def __init__(self, run: Run, module: nn.Module, device: torch.device, wants_stop: Callable[[], bool]):
-        self.run, self.module, self.device = run, module, device
+    def __init__(self, run: Run, module: ParallelModule, wants_stop: Callable[[], bool]):
+        self.run, self.module, self.device = run, module, module.device
         self.optimizer = build_optimizer(module, run.recipe.optimizer)
         self.loss_scale = LossScale(run.recipe.precision.compute)
         self.stopping = False
         self._wants_stop = wants_stop
-        self._utilisation = Utilisation(run, device)
+        self._utilisation = Utilisation(run, self.device)
 
     def steps(self, batches: Batches, order: Order | MixedOrder, done: int) -> Iterator[Step]:
         """Train from step `done` (completed steps) to the Run's last, yielding each finished Step.
@@ -54,13 +53,13 @@ class Trainer:
             waited = time.perf_counter() - start
 
             loss = self._forward_backward(micro_batches, order.targets(index))
-            norm = gradient_norm(self.module) / self.loss_scale.value
+            norm = self.module.gradient_norm() / self.loss_scale.value
             loss_value, norm_value = self._agree(loss, norm)
             rate = learning_rate(recipe, index)
             scale = self.loss_scale.value
             finite = math.isfinite(norm_value)
             if finite:
-                self._update(norm, rate)
+                self._update(norm_value, rate)
             elif not self.loss_scale.dynamic or not math.isfinite(loss_value):
                 raise TrainingError(f"step {index + 1}: loss {loss_value}, gradient norm {norm_value}")
             self.loss_scale.update(finite)
@@ -84,32 +83,29 @@ class Trainer:
             if self.stopping:
                 return
 
-    def loss_sum(self, ids: Tensor, labels: Tensor) -> Tensor:
-        """Summed loss in nats of one micro-batch: (B, S), (B, S) -> scalar."""
+    def losses(self, micro_batches: list[MicroBatch]) -> list[Tensor]:
+        """This rank's part of the summed loss in nats of each micro-batch, without gradients."""
         with _attention_backends(self.device):
-            return self.module(ids, labels)
+            return self.module.losses(micro_batches)
 
-    def _update(self, norm: Tensor, rate: float) -> None:
-        """One optimizer step with the clipped gradient, whose norm is `norm`."""
-        if self.loss_scale.dynamic:
-            scale_gradients(self.module, 1 / self.loss_scale.value)
-        clip_gradients(self.module, norm, self.run.recipe.optimizer.clip)
+    def _update(self, norm: float, rate: float) -> None:
+        """One optimizer step with the gradient, whose norm is `norm`, clipped and without the loss scale."""
+        largest = self.run.recipe.optimizer.clip
+        factor = min(1.0, largest / (norm + 1e-6)) if largest > 0 else 1.0
+        factor /= self.loss_scale.value
+        if factor != 1.0:
+            self.module.scale_gradients(factor)
         set_learning_rate(self.optimizer, rate)
         self.optimizer.step()
 
     def _forward_backward(self, micro_batches: list[MicroBatch], targets: int) -> Tensor:
-        """Gradients of this rank's part of the mean loss, times the loss scale; returns that part of the loss.
+        """Gradients of the mean loss times the loss scale; returns this rank's part of the mean loss.
 
-        Here, and nowhere else, gradients are divided: by the number of targets in the global batch. What the data
-        ranks hold is then only summed (`parallel/data.py`).
+        Here, and nowhere else, gradients are divided: by the number of targets in the global batch. What the ranks
+        hold is only summed (`parallel/gradients.py`).
         """
-        total = torch.zeros((), dtype=torch.float64, device=self.device)
-        for number, (ids, labels) in enumerate(micro_batches, start=1):
-            with micro_step(self.module, self.run.fixed_layout, last=number == len(micro_batches)):
-                loss = self.loss_sum(ids, labels) / targets
-                (loss * self.loss_scale.value).backward()
-            total += loss.detach()
-        return total
+        with _attention_backends(self.device):
+            return self.module.accumulate(micro_batches, self.loss_scale.value / targets) / targets
 
     def _agree(self, loss: Tensor, norm: Tensor) -> tuple[float, float]:
         """The global loss and gradient norm; and whether to stop, in the same all-reduce so that all ranks agree."""

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import torch
-from torch import nn
 
+from shardwise.parallel.module import ParallelModule
 from shardwise.spec import Optimizer
 
 
-def build_optimizer(module: nn.Module, settings: Optimizer) -> torch.optim.Optimizer:
+def build_optimizer(module: ParallelModule, settings: Optimizer) -> torch.optim.Optimizer:
     """Parameters of two or more dimensions decay, norms and biases do not. AdamW is fused, on CUDA and on CPU."""
     parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
     groups = [

@@ -54,7 +54,7 @@ class Session:
         torch.manual_seed(recipe.seed + process.rank)
         progress.say(self._describe())
         self._module = build_parallel(run, mesh, process.device)
-        self.trainer = Trainer(run, self._module, process.device, lambda: stop.requested)
+        self.trainer = Trainer(run, self._module, lambda: stop.requested)
         self._checkpointer = Checkpointer(
             job.checkpoints,
             keep=recipe.checkpoint.keep,
@@ -107,7 +107,7 @@ class Session:
         began = time.perf_counter()
         result = validate(
             self._module,
-            self.trainer.loss_sum,
+            self.trainer.losses,
             self.job.data,
             step=self.done,
             sequence=run.recipe.sequence,
@@ -115,6 +115,7 @@ class Session:
             micro_batch=run.fixed_layout.micro_batch,
             data_rank=self._mesh.data_rank,
             data_ranks=run.fixed_layout.data_ranks,
+            counts=self._mesh.counts_targets,
             vocabulary=run.model.vocabulary,
             device=self._process.device,
             wants_stop=lambda: self._stop.requested,

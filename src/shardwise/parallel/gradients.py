@@ -1,0 +1,89 @@
+"""What is left to do with gradients after the backward: sums that no wrapper made, the norm, clipping.
+
+Nothing is divided here. Each gradient is the *sum* over all tokens of the batch, whoever computed a part of it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Partial, Replicate
+
+_BUCKET = 64 * 2**20  # elements that are reduced together
+
+
+@torch.no_grad()
+def sum_partial(parameters: Iterable[nn.Parameter]) -> None:
+    """Sum the gradients of weights that every tensor-parallel rank holds and of which each saw a part of the tokens.
+    FSDP2 does it by itself."""
+    for parameter in parameters:
+        grad = parameter.grad
+        if isinstance(grad, DTensor) and any(isinstance(place, Partial) for place in grad.placements):
+            parameter.grad = grad.redistribute(placements=parameter.placements)
+
+
+@torch.no_grad()
+def all_reduce_gradients(parameters: Iterable[nn.Parameter], group: dist.ProcessGroup) -> None:
+    """Sum gradients over replicas, in buckets. A parameter without a gradient counts as zero."""
+    for bucket in _buckets([local(_gradient(parameter)) for parameter in parameters]):
+        flat = torch.cat([tensor.flatten() for tensor in bucket])
+        dist.all_reduce(flat, group=group)
+        parts = flat.split([tensor.numel() for tensor in bucket])
+        torch._foreach_copy_(bucket, [part.view_as(tensor) for part, tensor in zip(parts, bucket, strict=True)])
+
+
+def _gradient(parameter: nn.Parameter) -> Tensor:
+    if parameter.grad is None:
+        parameter.grad = torch.zeros_like(parameter)
+    return parameter.grad
+
+
+def _buckets(tensors: list[Tensor]) -> list[list[Tensor]]:
+    buckets: list[list[Tensor]] = []
+    size = math.inf
+    for tensor in tensors:
+        if size + tensor.numel() > _BUCKET or tensor.dtype != buckets[-1][0].dtype:
+            buckets.append([])
+            size = 0
+        buckets[-1].append(tensor)
+        size += tensor.numel()
+    return buckets
+
+
+def copies(gradient: Tensor, ranks: int) -> int:
+    """How many of `ranks` ranks hold the same part of a gradient."""
+    if isinstance(gradient, DTensor):
+        mesh = gradient.device_mesh
+        for dimension, place in enumerate(gradient.placements):
+            if not isinstance(place, Replicate):
+                ranks //= mesh.size(dimension)
+    return ranks
+
+
+@torch.no_grad()
+def norm_of(gradients: list[tuple[Tensor, int]], device: torch.device) -> Tensor:
+    """The 2-norm over all ranks of gradients that come with the number of their copies: the same fp64 scalar on every
+    rank, however they are sharded. Called on every rank."""
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    if gradients:
+        norms = torch.stack(torch._foreach_norm([local(gradient) for gradient, _ in gradients])).double()
+        counts = torch.tensor([count for _, count in gradients], dtype=torch.float64, device=device)
+        total = (norms.square() / counts).sum()
+    dist.all_reduce(total)
+    return total.sqrt()
+
+
+@torch.no_grad()
+def scale(gradients: Iterable[Tensor], factor: float | Tensor) -> None:
+    """Multiply what this rank holds of each."""
+    if tensors := [local(gradient) for gradient in gradients]:
+        torch._foreach_mul_(tensors, factor)
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -1,0 +1,157 @@
+"""Tensor parallelism with sequence parallelism (arXiv 1909.08053, 2205.05198).
+
+What it shards: attention heads, the inner size of every MLP, and the vocabulary, over tp ranks; between those products
+activations are split along the sequence, so norms, residuals and their saved tensors are shared out, too. What it
+communicates: before each attention and MLP an all-gather along the sequence, after it a reduce-scatter, and the same
+the other way round in the backward; of the loss three numbers per token. Norm weights and biases outside the split
+products are held by every rank, and their gradients are summed over tp (`cast` in model/layers.py says so).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.nn import functional as F
+
+from shardwise.model.decoder import Decoder
+from shardwise.model.layers import Attention, Linear, Mlp, cast
+from shardwise.parallel.collectives import gather, reduce_scatter
+from shardwise.parallel.mesh import Mesh
+from shardwise.parallel.vocabulary import split_loss
+
+SEQUENCE = 1  # the dimension of activations (B, S, hidden) that is split between products
+
+
+def split_tensors(decoder: Decoder, mesh: Mesh) -> None:
+    """Spread a decoder (or a stage of it, on the meta device) over the mesh's tp ranks, in place."""
+    tp = mesh.weights["tp"]
+    group, rank = tp.get_group(), tp.get_local_rank()
+    if decoder.embedding is not None:
+        _place(decoder.embedding, tp, weight=Shard(0))
+        if decoder.first:
+            _become(decoder.embedding, _VocabularyEmbedding, group=group, rank=rank)
+    if decoder.positions is not None:
+        _become(decoder.positions, _SlicedPositions, rank=rank, parts=tp.size())
+    for block in decoder.blocks.values():
+        _split_attention(block.attention, tp)
+        _split_mlp(block.mlp, tp)
+    if decoder.head is not None:
+        if decoder.head.weight is not None:
+            _place(decoder.head, tp, weight=Shard(0))
+        decoder.head.register_forward_pre_hook(_gather_input(group))
+        split_loss(decoder.head, group)
+    for module in decoder.modules():  # all that is left is held by every rank
+        _place(module, tp, **dict.fromkeys(_plain(module), Replicate()))
+
+
+def _split_attention(attention: nn.Module, tp: DeviceMesh) -> None:
+    group = tp.get_group()
+    assert isinstance(attention, Attention)
+    groups = attention.qkv.out_features // ((attention.queries_per_group + 2) * attention.head_dim)
+    if groups % tp.size():
+        _split_queries(attention, groups, tp)
+    else:
+        _place(attention.qkv, tp, weight=Shard(0), bias=Shard(0))
+    _row(attention.out, tp)
+    attention.register_forward_pre_hook(_gather_input(group))
+
+
+def _split_queries(attention: Attention, groups: int, tp: DeviceMesh) -> None:
+    """Fewer KV heads than ranks: every rank holds all rows of `qkv` and computes those of its queries and of the one
+    key and value that they share."""
+    ranks_per_group = tp.size() // groups
+    own, rest = divmod(attention.queries_per_group, ranks_per_group)
+    assert tp.size() % groups == 0 and rest == 0, "spec/legality.py refuses this"
+    group, place = divmod(tp.get_local_rank(), ranks_per_group)
+    first, d = group * (attention.queries_per_group + 2), attention.head_dim
+    heads = [*range(first + place * own, first + (place + 1) * own), first + attention.queries_per_group,
+             first + attention.queries_per_group + 1]  # fmt: skip
+    rows = [row for head in heads for row in range(head * d, (head + 1) * d)]
+    _become(attention.qkv, _SelectedRows, rows=rows)
+    attention.queries_per_group = own
+
+
+def _split_mlp(mlp: nn.Module, tp: DeviceMesh) -> None:
+    assert isinstance(mlp, Mlp)
+    for linear in (mlp.gate, mlp.up):
+        if linear is not None:
+            _place(linear, tp, weight=Shard(0), bias=Shard(0))
+    _row(mlp.down, tp)
+    mlp.register_forward_pre_hook(_gather_input(tp.get_group()))
+
+
+def _row(linear: Linear, tp: DeviceMesh) -> None:
+    _place(linear, tp, weight=Shard(1), bias=Replicate())
+    _become(linear, _RowLinear, group=tp.get_group())
+
+
+class _RowLinear(Linear):
+    """A part of the inputs each: the products are summed, and every rank keeps its part of the sequence."""
+
+    group: Any
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = reduce_scatter(F.linear(x, cast(self.weight, x)), SEQUENCE, self.group)
+        return y if self.bias is None else y + cast(self.bias, x)
+
+
+class _SelectedRows(Linear):
+    rows: list[int]
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = torch.tensor(self.rows, device=x.device)
+        return F.linear(x, cast(self.weight, x)[rows], None if self.bias is None else cast(self.bias, x)[rows])
+
+
+class _VocabularyEmbedding(nn.Embedding):
+    """A part of the vocabulary each: ids (B, S) -> this rank's part of the sequence, (B, S / tp, hidden)."""
+
+    group: Any
+    rank: int
+
+    def forward(self, ids: Tensor) -> Tensor:
+        weight = cast(self.weight, self.weight)
+        own = ids - self.rank * len(weight)
+        other = (own < 0) | (own >= len(weight))
+        rows = F.embedding(own.masked_fill(other, 0), weight).masked_fill(other[..., None], 0)
+        return reduce_scatter(rows, SEQUENCE, self.group)
+
+
+class _SlicedPositions(nn.Embedding):
+    """Learned positions (S,) -> those of this rank's part of the sequence, (S / tp, hidden)."""
+
+    rank: int
+    parts: int
+
+    def forward(self, positions: Tensor) -> Tensor:
+        return F.embedding(positions.chunk(self.parts)[self.rank], cast(self.weight, self.weight))
+
+
+def _gather_input(group: Any):
+    def hook(module: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+        return (gather(arguments[0], SEQUENCE, group), *arguments[1:])
+
+    return hook
+
+
+def _become(module: nn.Module, kind: type[nn.Module], **fields: Any) -> None:
+    """Keep the parameters and their names, change what the module computes."""
+    module.__class__ = kind
+    for name, value in fields.items():
+        setattr(module, name, value)
+
+
+def _place(module: nn.Module, mesh: DeviceMesh, **placements: Any) -> None:
+    for name, placement in placements.items():
+        parameter = getattr(module, name, None)
+        if parameter is not None:
+            spread = distribute_tensor(parameter.data, mesh, [placement], src_data_rank=None)
+            module.register_parameter(name, nn.Parameter(spread, requires_grad=parameter.requires_grad))
+
+
+def _plain(module: nn.Module) -> list[str]:
+    return [name for name, p in module.named_parameters(recurse=False) if not hasattr(p, "placements")]
