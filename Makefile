@@ -1,4 +1,4 @@
-# make demo: the main job, on two CPU ranks.  make test: the tests.  Both build .venv/ first.
+# make demo: plan and main job, on two CPU ranks.  make test: the tests.  Both build .venv/ first.
 PYTHON ?= python3
 BIN := .venv/bin
 

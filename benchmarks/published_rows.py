@@ -10,7 +10,8 @@ from typing import Any
 from benchmarks.published_nouns import Row, Unusable, dtype_of, gpu_of, model_of, stack_of
 
 from shardwise.planner.memory import predict_memory, verdict
-from shardwise.planner.recompute import FULL, NONE, Recompute
+from shardwise.planner.recompute import NONE, Recompute
+from shardwise.planner.recompute import recompute_of as policy
 from shardwise.planner.step import predict_step
 from shardwise.planner.subject import Subject
 from shardwise.planner.work import attention_work, block_work
@@ -144,7 +145,7 @@ def recompute_of(text: str | None, model: Model, layout: Layout, sequence: int) 
     the block's, the others (layernorm, activations) a part of its traffic."""
     name = (text or "none").lower()
     if name.startswith("full"):
-        return FULL
+        return policy("full")
     if "selective (op)" in name or "selective op" in name or "titan default" in name:
         return Recompute(gemm=0.5, attention=0.0, traffic=1.0)
     modules = set(re.findall(r"mla_up_proj|layernorm|moe_act|core_attn|mlp|moe", name))

@@ -1,4 +1,4 @@
-"""The main job in a minute: train on two ranks, be interrupted, continue exactly, evaluate, sample.
+"""The main job in a minute: plan for two ranks, train on them, be interrupted, continue exactly, evaluate, sample.
 
 Run it with `make demo`. It uses nothing but the command line that a user has.
 """
@@ -26,6 +26,15 @@ def start(out: Path) -> subprocess.Popen[bytes]:
     return subprocess.Popen([sys.executable, "-m", "shardwise", *words], cwd=ROOT)
 
 
+def plan() -> subprocess.Popen[bytes]:
+    """What `layout: auto` of the run chooses from; `train` takes the first of these that it can run."""
+    model = str(RUN.relative_to(ROOT))
+    words = ["plan", model, "--gpu", "cpu", "--gpus", "2", "--seq", "256", "--batch-tokens", "8192"]
+    words += ["--precision", "fp32", "--top", "5"]
+    print(f"$ shardwise {shlex.join(words)}", flush=True)
+    return subprocess.Popen([sys.executable, "-m", "shardwise", *words], cwd=ROOT)
+
+
 def lines(out: Path) -> list[dict[str, float]]:
     path = ROOT / out / "metrics.jsonl"
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
@@ -40,6 +49,7 @@ def main() -> None:
     shutil.rmtree(ROOT / OUT, ignore_errors=True)
     interrupted, straight = OUT / "interrupted", OUT / "straight"
 
+    expect(plan(), 0)
     process = start(interrupted)
     while len(lines(interrupted)) < STEPS // 2 and process.poll() is None:
         time.sleep(0.1)

@@ -1,8 +1,12 @@
+import logging
 from collections.abc import Callable, Iterator
 
 import pytest
 
 from ranks import RankPool
+
+# It warns of every gathering of weights that are cut twice, which tests do to compare them.
+logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
 
 
 @pytest.fixture(scope="session")

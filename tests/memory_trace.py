@@ -194,7 +194,7 @@ def _step(trainer: Trainer, tracker: Tracker, micro_batches: int) -> None:
     tracker.phase = "update"
     trainer.module.gradient_norm()
     trainer._update(2.0, 1e-3)
-    trainer.optimizer.zero_grad()
+    trainer.module.drop_gradients()
 
 
 def trace_in_child(run: Run, *, micro_batches: int = 1) -> Trace:

@@ -54,7 +54,7 @@ def test_illegal_names_every_reason(capsys, good):
     assert (code, answer["verdict"], answer["candidate"]) == (1, None, None)
     texts = [item["text"] for item in answer["findings"]]
     assert any("makes 6 ranks, but cluster.gpus is 8" in text for text in texts)
-    assert any("does not divide model.kv_heads 8; nearest: " in text for text in texts)
+    assert any("neither divides model.kv_heads 8 nor is a multiple of it; nearest: " in text for text in texts)
     assert {item["level"] for item in answer["findings"]} == {"error"}
 
 
@@ -85,12 +85,20 @@ def test_warnings_alone_exit_with_0_and_costly_advice_with_1(capsys, good):
 
 def test_a_chip_without_figures_is_checked_for_legality_alone(capsys):
     path = ROOT / "examples" / "tiny.yaml"
-    code, out, _ = run(capsys, "check", path)
+    code, out, _ = run(capsys, "check", path, "--recipe.precision", "fp64")
     assert code == 0
-    assert "legality alone was checked" in out
-    code, out, _ = run(capsys, "check", path, "--cluster.gpus", "3")
+    assert "cpu: its peak rate for fp64 is not known; known: fp32: legality alone was checked" in out
+    code, out, _ = run(capsys, "check", path, "--recipe.precision", "fp64", "--cluster.gpus", "3")
     assert code == 1
     assert "nearest: 2 ranks" in out
+
+
+def test_unknown_memory_is_said_and_not_guessed(capsys):
+    code, answer = findings(capsys, ROOT / "examples" / "tiny.yaml", "--layout", "{dp_shard: 2, micro_batch: 16}")
+    assert (code, answer["verdict"]) == (0, "unknown")
+    memory = next(item for item in answer["findings"] if item["topic"] == "memory")
+    assert memory["level"] == "warning"
+    assert "how much cpu has is not known" in memory["text"]
 
 
 def test_auto_is_the_planners_first_choice(capsys, good):
@@ -104,9 +112,9 @@ def test_auto_is_the_planners_first_choice(capsys, good):
 
 
 def test_what_train_cannot_do_yet_is_a_note(capsys):
-    answer = shardwise.check({"model": "qwen3-30b-a3b", "cluster": {"gpu": "h100-sxm", "gpus": 64},
+    answer = shardwise.check({"model": "gpt-oss-20b", "cluster": {"gpu": "h100-sxm", "gpus": 64},
                               "layout": {"dp_shard": 64, "ep": 8}, "recipe": {"sequence": 4096}})  # fmt: skip
-    assert any(note.startswith("train: model.experts") for note in answer.notes)
+    assert any(note.startswith("train: model.attention_sinks") for note in answer.notes)
 
 
 @pytest.mark.parametrize(

@@ -120,6 +120,105 @@ def test_mistakes(capsys, words, message):
     assert message in err
 
 
+def test_precisions_are_ranked_together(capsys, tmp_path):
+    path = tmp_path / "run.yaml"
+    words = ("plan", "llama3-8b", "--gpu", "h100-sxm", "--gpus", "16", "--seq", "8192", "--precision", "bf16,fp8")
+    code, out, _ = run_main(capsys, *words, "--json", "-o", path)
+    assert code == 0
+    answer = json.loads(out)
+    names = [item["precision"] for item in answer["candidates"]]
+    assert set(names) <= {"bf16", "fp8"}
+    assert names[0] == "fp8"
+    rates = [item["time"]["tokens_per_second_per_gpu"] for item in answer["candidates"]]
+    assert rates == sorted(rates, reverse=True)
+    assert any("fp8 instead of bf16 changes what is learned" in note for note in answer["notes"])
+    assert load_run(path).recipe.precision.name == "fp8"
+    _, alone, _ = run_main(capsys, *words[:-2], "--json")
+    plain = json.loads(alone)
+    assert {item["precision"] for item in plain["candidates"]} == {"bf16"}
+    assert answer["searched"] == 2 * plain["searched"]
+    assert not any("changes what is learned" in note for note in plain["notes"])
+    _, table, _ = run_main(capsys, *words, "--top", "1")
+    assert "precision" in table and "fp8" in table
+
+
+def test_two_cpu_ranks(capsys):
+    code, out, _ = run_main(capsys, "plan", "tiny-llama", "--gpu", "cpu", "--gpus", "2", "--seq", "256",
+                            "--precision", "fp32", "--json")  # fmt: skip
+    assert code == 0
+    answer = json.loads(out)
+    assert {item["verdict"] for item in answer["candidates"]} == {"unknown"}
+    assert any("how much memory cpu has is unknown" in note for note in answer["notes"])
+    assert any("benchmarks.cpu_figures" in note for note in answer["notes"])
+
+
+@pytest.mark.parametrize(
+    ("gpu", "precision", "message"),
+    [
+        ("a100-80-sxm", "bf16,fp8", "a100-80-sxm: its peak rate for fp8 is not known; known: bf16"),
+        ("cpu", "bf16", "known: fp32"),
+        ("h100-sxm", "fp8,fp4", "its peak rate for fp4 is not known; known: bf16, fp8"),
+        ("h100-sxm", "fp9", "did you mean 'fp8'"),
+        ("h100-sxm", "", "unknown precision ''"),
+    ],
+)
+def test_precisions_that_a_chip_has_not(capsys, gpu, precision, message):
+    code, out, err = run_main(capsys, "plan", "gpt2-124m", "--gpu", gpu, "--gpus", "8", "--seq", "1024",
+                              "--precision", precision)  # fmt: skip
+    assert (code, out) == (2, "")
+    assert message in err
+    code, out, err = run_main(capsys, "plan", "gpt2-124m", "--gpu", gpu, "--gpus", "8..16", "--seq", "1024",
+                              "--precision", precision)  # fmt: skip
+    assert (code, out) == (2, "")
+    assert message in err
+
+
+def test_precisions_of_a_sweep_and_of_a_card(capsys):
+    words = ("plan", "gpt2-124m", "--gpu", "h100-sxm", "--seq", "1024", "--precision", "bf16,fp8", "--json")
+    _, out, _ = run_main(capsys, *words, "--gpus", "8..16")
+    assert [size["best"]["precision"] for size in json.loads(out)["sizes"]] == ["fp8", "fp8"]
+    _, out, _ = run_main(capsys, *words[:-2], "fp8", "--gpus", "1", "--debug", "--json")
+    cards = [card["gpu"] for card in json.loads(out)["sizes"]]
+    assert "l4" in cards and "a100-80-sxm" not in cards
+
+
+DIMENSIONS = "layers: 4\nhidden: 128\nheads: 4\nffn: 384\nvocabulary: 320\nmax_sequence: 2048\n"
+
+
+def test_a_model_may_be_a_yaml_file(capsys, tmp_path):
+    files = {"mine.yaml": DIMENSIONS, "changed.yml": "preset: tiny-llama\nlayers: 8\n",
+             "run.yaml": "model: tiny-gpt\ncluster: {gpu: cpu}\nrecipe: {}\n"}  # fmt: skip
+    for (name, text), title in zip(files.items(), ("mine", "tiny-llama", "tiny-gpt"), strict=True):
+        (tmp_path / name).write_text(text)
+        code, out, _ = run_main(capsys, "plan", tmp_path / name, *SMALL[2:-1], "512", "--top", "1")
+        assert code == 0
+        assert out.startswith(f"{title} on 8 × h100-sxm")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("- 3\n", "a Model's fields, or a Run, is expected"),
+        ("hiden: 3\n", "did you mean 'hidden'"),
+        ("model: {layerz: 3}\n", "did you mean 'layers'"),
+        ("model: other.yaml\n", "its model is in another YAML file, other.yaml; give that one"),
+        ("model: [3\n", "not valid YAML"),
+    ],
+)
+def test_yaml_files_that_are_no_model(capsys, tmp_path, text, message):
+    path = tmp_path / "bad.yaml"
+    path.write_text(text)
+    code, _, err = run_main(capsys, "plan", path, *SMALL[2:])
+    assert code == 2
+    assert f"{path}" in err and message in err
+
+
+def test_a_missing_yaml_file_is_said(capsys):
+    code, _, err = run_main(capsys, "plan", "absent-model.yaml", *SMALL[2:])
+    assert code == 2
+    assert "absent-model.yaml: no such file" in err
+
+
 def test_an_unknown_model_is_named(capsys):
     code, _, err = run_main(capsys, "plan", "lama3-8b", "--gpu", "h100-sxm", "--gpus", "8", "--seq", "8192")
     assert code == 2

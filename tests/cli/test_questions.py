@@ -27,12 +27,12 @@ READ = {  # what the page tells the reader to look at, in all the section's answ
     6: ["allocator slack", "CUDA context", "used "],
     7: ["memory live GiB", "logits"],
     8: ["memory live GiB"],
-    9: ["tp 8 before the model needs it", "binds: communication", "of the busiest rank's step: tensor"],
+    9: ["tp 8 before the model needs it", "the step goes to", "of the busiest rank's step: tensor"],
     10: ["exposed data s", "tokens/s/GPU", "dp_replicate 8 × dp_shard 8 (HSDP)"],
     11: ["MFU", "HFU"],
     12: ["why", "bubble", "exposed data s"],
     13: ["memory live GiB", "step s"],
-    14: ["does not divide model.kv_heads 2; nearest: 2", "does not fit: rank"],
+    14: ["layout.tp 4 does not divide model.ffn 14338; nearest: ", "does not fit: rank"],
     15: ["memory used GiB", "micro_batch 1 → 2"],
 }
 

@@ -50,11 +50,16 @@ def score(run: Run, directory: Path, tokens: int):
 
 
 @pytest.mark.parametrize("tokens", [5 * SEQUENCE, 1_000_000], ids=["few", "all"])
-@pytest.mark.parametrize("layout", ["DDP×2", "FSDP×2, zero 3", "FSDP×4, zero 2", "HSDP 2×2, zero 3"])
+@pytest.mark.parametrize(
+    "layout",
+    ["DDP×2", "FSDP×2, zero 3", "FSDP×4, zero 2", "HSDP 2×2, zero 3", "CP×2, all-gather", "CP×4, ring", "CP×2, Ulysses",
+     "FSDP×2 × CP×2, zero 3", "CP×2 × TP×2, ring", "PP×2, 1f1b", "PP×4, 1f1b", "PP×2, interleaved", "PP×2, zbv",
+     "PP×2 × FSDP×2, zero 3", "PP×2 × TP×2, zbv"],
+)  # fmt: skip
 def test_the_same_at_any_world_size(ranks, directory, layout, tokens):
     """The number of windows divides neither over the ranks nor over micro-batches of 3."""
     runs = [make_run("llama", degrees, "fp64", 1) for degrees in ({}, LAYOUTS[layout])]
-    wide = {"model": runs[0].model.model_copy(update={"vocabulary": 257})}
+    wide = {"model": runs[0].model.model_copy(update={"vocabulary": 258})}
     alone, spread = (run.replace(**wide, layout=run.layout.model_copy(update={"micro_batch": 3})) for run in runs)
     (reference,) = ranks(1).run(score, alone, directory, tokens)
     for result in ranks(spread.layout.world).run(score, spread, directory, tokens):

@@ -22,6 +22,8 @@ LLAMA = {
 }
 GPT2 = {"model_type": "gpt2", "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 128, "vocab_size": 100}
 
+DEEPSEEK = {**LLAMA, "model_type": "deepseek_v3", "num_key_value_heads": 4}
+
 
 @pytest.fixture
 def load(tmp_path):
@@ -57,12 +59,69 @@ def of(family: str, **changes) -> dict:
         (of("qwen3", head_dim=16, layer_types=["full_attention"] * 2), {"head_dim": 16, "sliding_window": None}),
         (GPT2, {"ffn": 256, "tied": True, "norm": "layernorm", "norm_bias": True, "positions": "learned"}),
         ({**GPT2, "n_inner": 100, "activation_function": "gelu_pytorch_tanh"}, {"ffn": 100, "activation": "gelu"}),
+        (of("mixtral"), {"ffn": 96, "rope_theta": 1_000_000, "qk_norm": False, "norm_eps": 1e-5, "latent": None}),
+        (of("mixtral", sliding_window=64), {"sliding_window": 64}),
+        (of("qwen3_moe", num_experts=16, sliding_window=9, max_window_layers=2), {"qk_norm": True, "ffn": 96}),
         ({**GPT2, "tie_word_embeddings": False, "resid_pdrop": 0.1, "n_ctx": 128}, {"tied": False}),
     ],
 )
 def test_fields(load, config, fields):
     model = load(config)
     assert {name: getattr(model, name) for name in fields} == fields
+
+
+@pytest.mark.parametrize(
+    ("config", "experts"),
+    [
+        (of("mixtral", num_local_experts=4), {"count": 4, "top_k": 2, "ffn": 96, "normalized": True}),
+        (of("mixtral"), {"count": 8, "top_k": 2, "router": "softmax"}),
+        (of("qwen3_moe"), {"count": 128, "top_k": 8, "ffn": 768, "normalized": False, "dense_layers": 0}),
+        (of("qwen3_moe", num_experts=16, moe_intermediate_size=24, norm_topk_prob=True, mlp_only_layers=[0]),
+         {"count": 16, "ffn": 24, "normalized": True, "dense_layers": 1}),
+        (of("qwen3_moe", num_local_experts=16), {"count": 16}),
+        (DEEPSEEK, {"count": 256, "top_k": 8, "ffn": 2048, "shared_ffn": 2048, "dense_layers": 3, "router": "sigmoid",
+                    "router_bias": True, "groups": 8, "top_groups": 4, "scale": 2.5, "normalized": True}),
+        ({**DEEPSEEK, "n_shared_experts": 2, "moe_intermediate_size": 24, "n_group": 4, "topk_group": 2},
+         {"shared_ffn": 48, "groups": 4, "top_groups": 2}),
+    ],
+)  # fmt: skip
+def test_fields_of_experts(load, config, experts):
+    found = load(config).experts
+    assert {name: getattr(found, name) for name in experts} == experts
+
+
+def test_fields_of_latent_attention(load):
+    latent = {"query_rank": 1536, "kv_rank": 512, "nope_dim": 128, "rope_dim": 64, "value_dim": 128}
+    assert load(DEEPSEEK).latent.dump() == latent
+    assert load({**DEEPSEEK, "q_lora_rank": None}).latent.query_rank == 0
+    scaling = {"type": "yarn", "factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0}
+    yarn = load({**DEEPSEEK, "rope_scaling": scaling}).rope_scaling
+    assert (yarn.attention_factor, yarn.mscale_all_dim) == (1.0, 1.0)
+    assert load(of("llama", rope_scaling=scaling)).rope_scaling.mscale_all_dim == 0  # DeepSeek's own attention only
+
+
+def test_the_published_config_of_deepseek_v3(load):
+    """Its values beside the dimensions; https://huggingface.co/deepseek-ai/DeepSeek-V3 config.json."""
+    published = {
+        "aux_loss_alpha": 0.001,
+        "auto_map": {"AutoConfig": "configuration_deepseek.DeepseekV3Config"},
+        "ep_size": 1,
+        "moe_layer_freq": 1,
+        "num_nextn_predict_layers": 1,
+        "quantization_config": {"quant_method": "fp8"},
+        "rms_norm_eps": 1e-06,
+        "rope_scaling": {
+            "beta_fast": 32, "beta_slow": 1, "factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0,
+            "original_max_position_embeddings": 4096, "type": "yarn",
+        },
+        "scoring_func": "sigmoid",
+        "seq_aux": True,
+        "topk_method": "noaux_tc",
+        "hidden_size": 7168, "intermediate_size": 18432, "vocab_size": 129280, "max_position_embeddings": 163840,
+        "num_attention_heads": 128, "num_key_value_heads": 128, "num_hidden_layers": 61,
+    }  # fmt: skip
+    model = load({"model_type": "deepseek_v3", **published})
+    assert model.model_copy(update={"name": "deepseek-v3"}) == model_preset("deepseek-v3")
 
 
 def test_absent_heads_are_those_of_transformers(load):
@@ -147,6 +206,19 @@ def test_the_original_context_may_stand_beside_the_scaling(load):
         (of("llama", rope_scaling={"rope_type": "linear"}), "rope_scaling.linear.factor: is required"),
         (of("llama", rope_scaling={"rope_type": "linear", "factor": 2, "beta_fast": 1}), "unknown field 'beta_fast'"),
         (of("llama", rope_scaling={"factor": 2}), "rope_type is default, but 'factor' is given"),
+        (of("mixtral", router_jitter_noise=0.1), "router_jitter_noise 0.1 .* works: 0.0"),
+        (of("mixtral", num_experts_per_tok=9), "top_k 9 is more than the 8 experts; nearest: 8"),
+        (of("qwen3_moe", decoder_sparse_step=2), "decoder_sparse_step 2 .* works: 1"),
+        (of("qwen3_moe", mlp_only_layers=[1]), "dense layers before all those with experts only"),
+        (of("qwen3_moe", use_sliding_window=True), "use_sliding_window true .* works: false"),
+        (of("qwen3_moe", num_experts=4, num_local_experts=5), "num_experts and num_local_experts are both given"),
+        ({**DEEPSEEK, "num_key_value_heads": 2}, "num_key_value_heads 2 is not num_attention_heads 4"),
+        ({**DEEPSEEK, "rope_interleave": False}, "rope_interleave false .* works: true"),
+        ({**DEEPSEEK, "attention_bias": True}, "attention_bias true"),
+        ({**DEEPSEEK, "scoring_func": "softmax"}, 'scoring_func "softmax" .* works: "sigmoid"'),
+        ({**DEEPSEEK, "n_group": 3}, "groups 3 does not divide the 256 experts; nearest: 2"),
+        ({**DEEPSEEK, "topk_group": 9}, "top_groups 9 is more than the 8 groups; nearest: 8"),
+        ({**DEEPSEEK, "n_group": 64, "topk_group": 1}, "top_k 8 is more than the 4 experts of 1 groups; nearest: 4"),
         (of("llama", rope_scaling="linear"), "rope_scaling: a mapping is expected"),
         (of("llama", rope_scaling={"rope_type": "yarn", "factor": "x"}), "numbers are expected: factor 'x'"),
         (of("llama", rope_theta=3, rope_parameters={"rope_theta": 4}), "rope_theta is 3 and, in rope_parameters, 4"),
@@ -168,7 +240,7 @@ def test_files_that_are_no_config(tmp_path):
             load_model_config(tmp_path / "config.json")
 
 
-@pytest.mark.parametrize("name", [name for name in model_names() if model_preset(name).experts is None])
+@pytest.mark.parametrize("name", [name for name in model_names() if not name.startswith("gpt-oss")])
 def test_presets_survive_the_way_through_transformers(tmp_path, name):
     """Model → our config.json → transformers → its config.json → Model."""
     model = model_preset(name)
@@ -192,6 +264,10 @@ def test_sliding_windows_survive_it_too(load, tmp_path, family):
     [
         ({"norm": "layernorm", "norm_bias": True}, 'nearest: llama, but norm is "layernorm", not "rmsnorm"; norm_bias'),
         ({"qkv_bias": True, "mlp_bias": True}, "nearest: .* but "),
+        (
+            {"experts": {"count": 4, "top_k": 2, "ffn": 384, "shared_ffn": 384}},
+            "nearest: mixtral, but experts.shared_ffn is 384, not 0",
+        ),
         ({"qk_norm": True, "out_bias": True}, "nearest: qwen3, but qkv_bias and out_bias are not equal"),
     ],
 )

@@ -8,6 +8,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
+from torch.overrides import TorchFunctionMode
 
 from shardwise.model.decoder import Decoder
 from shardwise.model.huggingface import NAMINGS, ImportedWeights, their_names, their_shapes, to_theirs
@@ -35,6 +36,32 @@ GPT2 = {
 }
 LLAMA = {"model_type": "llama", **DIMENSIONS}
 
+QWEN3_MOE = {
+    **DIMENSIONS,
+    "model_type": "qwen3_moe",
+    "head_dim": 16,
+    "num_experts": 6,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+}
+DEEPSEEK = {
+    **DIMENSIONS,
+    "model_type": "deepseek_v3",
+    "num_hidden_layers": 3,
+    "num_key_value_heads": 6,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "n_group": 4,
+    "topk_group": 2,
+    "kv_lora_rank": 16,
+    "q_lora_rank": 24,
+    "qk_nope_head_dim": 10,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "first_k_dense_replace": 1,
+}
+
 
 def scaled(rope_type: str, **fields) -> dict:
     return {**LLAMA, "rope_parameters": {"rope_type": rope_type, "rope_theta": 10_000.0, **fields}}
@@ -60,17 +87,47 @@ CONFIGS = {
     "mistral": {**DIMENSIONS, "model_type": "mistral", "sliding_window": 40},
     "qwen2": {**DIMENSIONS, "model_type": "qwen2"},
     "qwen3": {**DIMENSIONS, "model_type": "qwen3", "head_dim": 16},
+    "mixtral": {**DIMENSIONS, "model_type": "mixtral", "num_local_experts": 4},
+    "qwen3_moe": {**QWEN3_MOE, "norm_topk_prob": True},
+    "qwen3_moe, dense layers": {**QWEN3_MOE, "mlp_only_layers": [0], "tie_word_embeddings": True},
+    "deepseek_v3": DEEPSEEK,
+    "deepseek_v3, full queries": {**DEEPSEEK, "q_lora_rank": None, "n_shared_experts": 2},
+    "deepseek_v3, one group": {
+        **DEEPSEEK,
+        "n_group": 1, "topk_group": 1, "first_k_dense_replace": 0,
+        "norm_topk_prob": False, "routed_scaling_factor": 0.7,
+    },
+    "deepseek_v3, yarn": {
+        **DEEPSEEK,
+        "rope_parameters": {
+            "rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0, "original_max_position_embeddings": 16,
+            "mscale": 0.7, "mscale_all_dim": 1.3,
+        },
+    },
 }  # fmt: skip
-LONGER = {"linear", "dynamic", "yarn", "longrope", "llama3", "qwen2"}  # tried beyond max_position_embeddings, too
+LONGER = {
+    "linear",
+    "dynamic",
+    "yarn",
+    "longrope",
+    "llama3",
+    "qwen2",
+    "deepseek_v3, yarn",
+}  # tried beyond max_position_embeddings, too
 
 
 def theirs(config: dict) -> transformers.PreTrainedModel:
     """A random model with weights large enough to make every term count."""
     config = transformers.AutoConfig.for_model(**config)
     torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    model = transformers.AutoModelForCausalLM.from_config(
+        config, attn_implementation="eager", experts_implementation="eager"
+    ).eval()
     for name, parameter in model.named_parameters():
         parameter.data.normal_(std=0.2).add_(1.0 if "norm" in name or "ln_" in name else 0.0)
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.normal_(std=0.2)
     return model
 
 
@@ -104,21 +161,37 @@ def test_logits_and_weights(tmp_path, name):
     back = {
         their: tensor
         for own in weights.shapes
-        for their, tensor in zip(their_names(naming, own), to_theirs(ours, naming, own, weights.load(own)), strict=True)
+        for their, tensor in zip(
+            their_names(ours, naming, own), to_theirs(ours, naming, own, weights.load(own)), strict=True
+        )
     }
     assert back.keys() == stored.keys()
     assert all(torch.equal(back[their], stored[their]) for their in stored)
 
 
-@pytest.mark.parametrize("name", ["gpt2", "gpt2, untied"])
+class DoubleForFloat(TorchFunctionMode):
+    """fp64 wherever fp32 is asked for: transformers takes norms, RoPE and routers in fp32, whatever the type."""
+
+    def __torch_function__(self, function, types, arguments=(), named=None):
+        if function is torch.Tensor.float:
+            function = torch.Tensor.double
+        double = {torch.float32: torch.float64}
+        arguments = [double.get(a, a) if isinstance(a, torch.dtype) else a for a in arguments]
+        named = {key: double.get(a, a) if isinstance(a, torch.dtype) else a for key, a in (named or {}).items()}
+        return function(*arguments, **named)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
 def test_logits_in_fp64(tmp_path, name):
-    """Only GPT-2: transformers takes RMSNorm and RoPE in fp32, whatever the model's type."""
-    model = theirs(CONFIGS[name])
+    with DoubleForFloat():
+        model = theirs(CONFIGS[name]).double()
     model.save_pretrained(tmp_path)
     decoder = decoder_of(*imported(tmp_path), dtype=torch.float64)
     ids = torch.randint(VOCABULARY, (2, 40))
     with torch.no_grad():
-        assert (decoder(ids) - model.double()(ids).logits).abs().max() <= 1e-12
+        logits = decoder(ids)
+        with DoubleForFloat():
+            assert (logits - model(ids).logits).abs().max() <= 1e-12
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -128,14 +201,15 @@ def test_transformers_opens_what_is_written(tmp_path, name):
     ours = load_model_config(tmp_path)
     decoder = Decoder(ours).eval()
     torch.manual_seed(1)
-    for parameter in decoder.parameters():
-        parameter.data.normal_(std=0.2)
+    own_tensors = decoder.state_dict()
+    for tensor in own_tensors.values():
+        tensor.normal_(std=0.2)
     config = model_config(ours)
     naming = NAMINGS[config["model_type"]]
     shapes, tensors = {}, []
-    for own, parameter in decoder.named_parameters():
-        shapes |= zip(their_names(naming, own), their_shapes(ours, naming, own, parameter.shape), strict=True)
-        tensors += to_theirs(ours, naming, own, parameter.data)
+    for own, tensor in own_tensors.items():
+        shapes |= zip(their_names(ours, naming, own), their_shapes(ours, naming, own, tensor.shape), strict=True)
+        tensors += to_theirs(ours, naming, own, tensor)
     write_weights(tmp_path, shapes, tensors, dtype="fp32", max_shard_bytes=20_000 if name == "llama" else 10**9)
     assert (tmp_path / "model.safetensors.index.json").exists() == (name == "llama")
     (tmp_path / "config.json").write_text(json.dumps(config))

@@ -1,12 +1,16 @@
 """Every refusal names the nearest legal value, and that value is legal."""
 
+import os
+
 import pytest
 
 from shardwise.planner.memory import predict_memory, verdict
-from shardwise.planner.stacks import STACKS
+from shardwise.planner.search import search
+from shardwise.planner.stacks import STACKS, own_stack
 from shardwise.planner.subject import Subject
 from shardwise.spec import InputError, load_run
 from shardwise.spec.legality import divisors, nearest_divisor, require_trainable
+from shardwise.spec.presets import gpu_preset
 from shardwise.verbs.resolve import resolve_layout
 
 RUN = {
@@ -42,9 +46,14 @@ def test_legal_layouts():
         (2, {"dp_shard": 2, "micro_batch": 4}, "layout.micro_batch 3"),
         (5, {"dp_shard": 5}, "batch_tokens 2560, or 4 data ranks"),
         (4, {"dp_shard": 2}, "makes 2 ranks, but 4 are started; use --nproc 2"),
-        (2, {"tp": 2}, "what works: tp: 1"),
-        (1, {"recompute": "full"}, "what works: recompute: none"),
-        (2, {"dp_shard": 2, "zero": 1}, "what works: 0 .DDP., 2 or 3"),
+        (3, {"tp": 3}, "does not divide model.heads 4; nearest: 2"),
+        (2, {"pp": 2, "schedule": "zbv", "virtual_stages": 2}, "the tied table of tiny-gpt twice"),
+        (2, {"pp": 2, "schedule": "interleaved-zb", "virtual_stages": 2, "compile": True}, "schedule 1f1b or inter"),
+        (1, {"async_tp": True}, "needs compile: true and tp of at least 2"),
+        (3, {"cp": 3}, r"recipe.sequence 256 is not a multiple of 6 \(2 · cp 3 · tp 1\); nearest: 258"),
+        (8, {"cp": 8, "cp_method": "ulysses"}, "does not divide the 4 of model.kv_heads 4 .* nearest: cp 4"),
+        (8, {"cp": 4, "tp": 2, "cp_method": "ulysses"}, "a rank of tp 2 has; nearest: cp 2, or cp_method: allgather"),
+        (2, {"cp": 2, "cp_method": "ring", "compile": True}, "cp_method: allgather, or compile: false"),
     ],
 )
 def test_illegal_layouts(world, layout, message):
@@ -60,7 +69,9 @@ def test_illegal_layouts(world, layout, message):
         ("recipe.sequence", "1024", "nearest: 512"),
         ("recipe.precision", "{parameters: bf16}", "nearest: fp32"),
         ("recipe.precision", "{compute: fp64}", "nearest: fp32"),
-        ("recipe.precision", "{reduce: bf16}", "nearest: fp32"),
+        ("recipe.precision", "{reduce: fp16}", "nearest: fp32, or bf16"),
+        ("recipe.precision", "fp8", "products in fp8 cannot be trained by this version, only planned"),
+        ("recipe.precision", "nvfp4", "products in fp4 cannot be trained by this version, only planned"),
     ],
 )
 def test_recipes_that_cannot_be_trained(path, value, message):
@@ -87,9 +98,28 @@ def test_auto_is_the_planners_choice_where_it_knows_the_chip(model, gpu, world):
 
 
 def test_auto_refuses_what_cannot_fit():
-    run = {"model": "llama3-70b", "cluster": {"gpu": "h100-sxm"}, "recipe": {"sequence": 8192, "batch_tokens": 65536}}
+    run = {"model": "llama3-405b", "cluster": {"gpu": "h100-sxm"}, "recipe": {"sequence": 8192, "batch_tokens": 65536}}
     with pytest.raises(InputError, match=r"leanest needs \d+ GiB of 79"):
         resolve_layout(load_run(run), 8)
+
+
+CPU = {"model": "tiny-llama", "cluster": {"gpu": "cpu"},
+       "recipe": {"sequence": 256, "batch_tokens": 8192, "precision": "fp32", "steps": 4}}  # fmt: skip
+
+
+def test_auto_is_the_planners_choice_on_a_cpu():
+    run = resolve_layout(load_run(CPU), 2)
+    require_trainable(run, 2)
+    best = search(run.model, run.cluster, run.recipe, own_stack(run.cluster.gpu), trainable=True).found[0]
+    assert run.layout == best.layout
+    assert run.cluster.gpu == gpu_preset("cpu")  # this machine's memory stays out of the Run
+
+
+def test_auto_on_a_cpu_stays_within_the_machines_memory(monkeypatch):
+    pages = {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": 2 * 2**30 // 4096}  # 1 GiB a rank, most of which the system takes
+    monkeypatch.setattr(os, "sysconf", pages.__getitem__)
+    with pytest.raises(InputError, match="no layout of gpt2-124m .* fits 2 × cpu"):
+        resolve_layout(load_run(CPU, [("model", "gpt2-124m")]), 2)
 
 
 def test_auto_keeps_micro_batches_small():

@@ -25,12 +25,12 @@ def build(model: Model, dtype=torch.float64) -> Decoder:
     return decoder
 
 
-@pytest.mark.parametrize("name", [name for name in model_names() if model_preset(name).experts is None])
+@pytest.mark.parametrize("name", [name for name in model_names() if not name.startswith("gpt-oss")])
 def test_parameter_counts_equal_the_module_and_the_publication(name):
     model = model_preset(name)
     with torch.device("meta"):
         decoder = Decoder(model)
-    instantiated = sum(parameter.numel() for parameter in decoder.parameters())
+    instantiated = sum(tensor.numel() for tensor in decoder.state_dict().values())  # with the biases of routers
     assert count_parameters(model).total == instantiated
     if published_parameters(name):
         assert instantiated == published_parameters(name)
@@ -46,7 +46,7 @@ def test_counts_with_every_option_on():
     assert count_parameters(model).total == sum(p.numel() for p in Decoder(model).parameters())
 
 
-@pytest.mark.parametrize("name", ["tiny-gpt", "tiny-llama"])
+@pytest.mark.parametrize("name", ["tiny-gpt", "tiny-llama", "tiny-moe"])
 def test_logits_do_not_see_the_future(name):
     decoder = build(model_preset(name))
     ids = torch.randint(320, (2, 24))
@@ -103,7 +103,7 @@ def test_llama3_rope_scaling_keeps_short_and_stretches_long_wavelengths():
     assert ((scaled < unscaled) & (scaled > unscaled / 32))[between].all()
 
 
-@pytest.mark.parametrize("name", ["tiny-gpt", "tiny-llama"])
+@pytest.mark.parametrize("name", ["tiny-gpt", "tiny-llama", "tiny-moe"])
 def test_a_cache_gives_the_logits_of_the_whole_text(name):
     decoder = build(model_preset(name))
     ids = torch.randint(320, (2, 12))

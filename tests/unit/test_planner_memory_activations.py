@@ -7,7 +7,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from memory_trace import cuda_operators
-from shardwise.model.layers import Block
+from shardwise.model.block import Block
 from shardwise.model.rope import rotary_table
 from shardwise.planner.memory.activations import Style, block_kept, kept_bytes
 from shardwise.spec import Layout, Model
@@ -41,7 +41,7 @@ def kept_by_module(model: Model, dtype: torch.dtype) -> float:
     batch, sequence = 2, 16
     with FakeTensorMode(), cuda_operators():
         torch.set_default_dtype(dtype)
-        block = Block(model)
+        block = Block(model, 0)
         torch.set_default_dtype(torch.float32)
         x = torch.empty(batch, sequence, model.hidden, dtype=dtype, requires_grad=True)
         rope = rotary_table(model, torch.arange(sequence), sequence, dtype) if model.positions == "rope" else None

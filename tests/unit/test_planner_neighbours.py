@@ -50,7 +50,7 @@ def test_every_choice_has_its_neighbours_and_all_fill_the_cluster():
     others = neighbours(found, recipe)
     fields = {item.change.split()[0] for item in others}
     assert fields == {"tp", "cp", "pp", "dp_replicate", "micro_batch", "zero", "recompute", "schedule",
-                      "virtual_stages", "loss"}  # fmt: skip
+                      "virtual_stages", "loss", "offload"}  # fmt: skip
     assert {item.layout.world for item in others if item.layout} == {64}
     able = [item.step_change for item in others if item.reason is None]
     assert able == sorted(able)

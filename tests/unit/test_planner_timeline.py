@@ -41,6 +41,9 @@ PIPELINES = [
         ({"dp_shard": 8, "pp": 8, "zero": 2}, 40, {}),  # more than the step model simulates
         ({"dp_shard": 8, "ep": 8, "pp": 4, "zero": 2, "schedule": "interleaved", "virtual_stages": 3}, 8,
          {"model": "qwen3-30b-a3b"}),
+        ({"dp_shard": 8, "zero": 1, "loss": "chunked", "offload": "optimizer"}, 2, {}),
+        ({"dp_shard": 8, "offload": "parameters"}, 2, {"model": "qwen3-30b-a3b"}),
+        ({"dp_shard": 2, "pp": 4, "zero": 2, "offload": "activations", "recompute": "selective"}, 8, {}),
         *((layout, 16, {}) for layout in PIPELINES),
     ],
 )  # fmt: skip

@@ -6,6 +6,7 @@ from shardwise.spec import Step
 STEP = Step(
     step=3, tokens=3000, loss=2.5, grad_norm=0.5, lr=1e-3, loss_scale=None, step_seconds=0.1,
     tokens_per_second=10_000.0, mfu=0.412, mfu_full_attention=0.43, hfu=0.412, peak_memory_gib=1.5,
+    busiest_expert=None,
     data_wait_fraction=0.25,
 )  # fmt: skip
 

@@ -13,7 +13,7 @@ from shardwise.spec.presets import model_preset
 from shardwise.training import loss_scale
 from shardwise.training.loss_scale import LossScale
 from shardwise.training.metrics import Journal, Utilisation
-from shardwise.training.optimizer import build_optimizer
+from shardwise.training.optimizer import plain_optimizer
 from shardwise.training.schedule import learning_rate
 
 
@@ -49,7 +49,7 @@ def test_schedules_shorter_than_their_parts():
 
 def test_only_matrices_decay_and_adamw_is_fused():
     decoder = Decoder(model_preset("tiny-gpt"))
-    optimizer = build_optimizer(decoder, Optimizer())
+    optimizer = plain_optimizer(list(decoder.named_parameters()), Optimizer())
     decayed, plain = optimizer.param_groups
     assert {p.ndim for p in decayed["params"]} == {2}
     assert decayed["weight_decay"] == 0.1

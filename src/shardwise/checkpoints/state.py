@@ -113,10 +113,18 @@ def _moments(model: Stateful, optimizer: torch.optim.Optimizer) -> dict[str, dic
     if not optimizer.state:
         _make_first_moments(optimizer)
     moments = {}
-    for name, parameter in _named(model.named_parameters()).items():
+    for name, parameter in _optimized(model, optimizer).items():
         if tensors := {key: value for key, value in optimizer.state[parameter].items() if isinstance(value, Tensor)}:
             moments[name] = tensors
     return moments
+
+
+def _optimized(model: Stateful, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """What the optimizer updates, by name: the model's parameters, or this rank's parts of them, of which only the
+    optimizer knows the names."""
+    groups = [group for group in optimizer.param_groups if "param_names" in group]
+    named = [pair for group in groups for pair in zip(group["param_names"], group["params"], strict=True)]
+    return _named(named or model.named_parameters())
 
 
 def _make_first_moments(optimizer: torch.optim.Optimizer) -> None:

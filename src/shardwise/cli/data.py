@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 import signal
 import sys
-import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Self, TextIO
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -15,8 +14,6 @@ from shardwise.cli.verb import verb
 
 if TYPE_CHECKING:
     from shardwise.data import DataIndex, Progress
-
-_PLAIN_SECONDS = 5.0  # least time between two plain lines
 
 app = typer.Typer(no_args_is_help=True)
 
@@ -49,10 +46,11 @@ def prepare(
     """
     import shardwise
     from shardwise.data import WorkerDied
+    from shardwise.report.progress import LiveLine
 
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C
     try:
-        with _Display(sys.stderr if as_json else sys.stdout) as display:
+        with LiveLine(sys.stderr if as_json else sys.stdout, total=None, plain_seconds=5.0) as display:
             index = shardwise.prepare_data(
                 sources,
                 out,
@@ -63,7 +61,7 @@ def prepare(
                 shard_tokens=shard_tokens,
                 workers=workers,
                 say=display.say,
-                progress=display.show,
+                progress=lambda now: display.show(_line(now), done=now.done, total=now.total),
             )
     except KeyboardInterrupt:
         print("interrupted; the same command continues", file=sys.stderr)
@@ -105,41 +103,3 @@ def _amount(number: float, unit: str) -> str:
     from shardwise.spec.numbers import human
 
     return human(number) + unit if unit == "B" else f"{human(number)} {unit}"
-
-
-class _Display:
-    """Shows messages and progress: a live line on a terminal, plain lines elsewhere."""
-
-    def __init__(self, file: TextIO):
-        self._file, self._last = file, time.monotonic()
-        self._bar: Any = None
-        if file.isatty():
-            from rich.console import Console
-            from rich.progress import BarColumn, Progress, TextColumn
-
-            console = Console(file=file, highlight=False)
-            columns = (BarColumn(bar_width=20), TextColumn("{task.description}"))
-            self._bar = Progress(*columns, console=console, transient=True, refresh_per_second=4)
-            self._task = self._bar.add_task("starting", total=None)
-
-    def __enter__(self) -> Self:
-        if self._bar:
-            self._bar.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._bar:
-            self._bar.stop()
-
-    def say(self, line: str) -> None:
-        if self._bar:
-            self._bar.console.print(line, markup=False)
-        else:
-            print(line, file=self._file, flush=True)
-
-    def show(self, progress: Progress) -> None:
-        if self._bar:
-            self._bar.update(self._task, completed=progress.done, total=progress.total, description=_line(progress))
-        elif time.monotonic() - self._last >= _PLAIN_SECONDS:
-            self._last = time.monotonic()
-            self.say(_line(progress))

@@ -14,7 +14,7 @@ from shardwise.cli.verb import verb
 
 @verb
 def plan(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="A preset, or the path of a Hugging Face config.json.")],
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="A preset, or the path of a config.json or YAML file.")],
     gpu: Annotated[str, typer.Option(help="The chip: h100-sxm, a100-80-sxm, …")],
     gpus: Annotated[str, typer.Option(help="How many; a range such as 8..1024 compares cluster sizes.")],
     seq: Annotated[int, typer.Option(help="Tokens of one sequence.")],
@@ -28,6 +28,8 @@ def plan(
     provider: Annotated[str | None, typer.Option(help="Take this provider's price.")] = None,
     price: Annotated[float | None, typer.Option(help="USD per GPU-hour, instead of the dated snapshot.")] = None,
     spot: Annotated[bool, typer.Option("--spot", help="Take spot and community prices.")] = False,
+    live_prices: Annotated[bool, typer.Option("--live-prices", help="Ask gpuhunt for today's prices.")] = False,
+    precision: Annotated[str | None, typer.Option(help="Rank these together: bf16, fp8, fp4, fp16, fp32.")] = None,
     top: Annotated[int, typer.Option(min=1, help="How many layouts to show.")] = 10,
     out: Annotated[Path | None, typer.Option("-o", "--out", help="Write a Run file with the first layout.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead of the table.")] = False,
@@ -42,16 +44,17 @@ def plan(
     if objective not in ("time", "cost"):
         raise InputError(f"--objective {objective}: time or cost is expected")
     run = run_of(model, gpu=gpu, gpus=sizes[0], sequence=seq, tokens=tokens, batch_tokens=batch_tokens)
-    pricing: dict[str, Any] = {"provider": provider, "price": price, "spot": spot}
+    pricing: dict[str, Any] = {"provider": provider, "price": price, "spot": spot, "live_prices": live_prices}
+    precisions = [name.strip() for name in precision.split(",")] if precision is not None else []
     if debug:
-        return _print_sizes(cheapest_to_debug(run, spot=spot), as_json)
+        return _print_sizes(cheapest_to_debug(run, spot=spot, live_prices=live_prices, precisions=precisions), as_json)
     if len(sizes) > 1 or budget or deadline or pareto:
-        found = sweep(run, sizes, budget=budget, deadline_days=_days(deadline), **pricing)
+        found = sweep(run, sizes, budget=budget, deadline_days=_days(deadline), precisions=precisions, **pricing)
         found = [size for size in found if size.on_frontier or not pareto]
         if objective == "cost":
             found.sort(key=lambda size: size.best.cost.gpu_hours or 0.0)
         return _print_sizes(found, as_json)
-    answer = make_plan(run, top=top, **pricing)
+    answer = make_plan(run, top=top, precisions=precisions, **pricing)
     if as_json:
         json.dump({key: value for key, value in answer.dump().items() if key != "run"}, sys.stdout)
         print()

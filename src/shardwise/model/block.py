@@ -5,6 +5,8 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from shardwise.model.cache import LayerCache
+from shardwise.model.experts import MoE
+from shardwise.model.latent import LatentAttention
 from shardwise.model.layers import Attention, Mlp, Norm
 from shardwise.spec import Model
 
@@ -15,8 +17,11 @@ class Block(nn.Module):
     def __init__(self, model: Model, index: int):
         super().__init__()
         norm = (model.norm, model.hidden, model.norm_eps, model.norm_bias)
-        self.attention_norm, self.attention = Norm(*norm), Attention(model)
-        self.mlp_norm, self.mlp = Norm(*norm), Mlp(model)
+        self.attention_norm = Norm(*norm)
+        self.attention = LatentAttention(model) if model.latent else Attention(model)
+        self.mlp_norm = Norm(*norm)
+        routed = model.experts is not None and index >= model.experts.dense_layers
+        self.mlp = MoE(model) if routed else Mlp(model)
 
     def forward(self, x: Tensor, rope: tuple[Tensor, Tensor] | None, cache: LayerCache | None = None) -> Tensor:
         x = x + self.attention(self.attention_norm(x), rope, cache)

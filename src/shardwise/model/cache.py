@@ -6,7 +6,7 @@ from torch import Tensor
 
 
 class LayerCache:
-    """One block's keys and values, (B, capacity, kv_heads, head_dim) each; memory is taken at the first `extend`."""
+    """One block's keys and values, (B, capacity, kv_heads, their size) each; memory is taken at the first `extend`."""
 
     def __init__(self, capacity: int):
         self.capacity, self.length = capacity, 0
@@ -14,10 +14,11 @@ class LayerCache:
         self._values: Tensor | None = None
 
     def extend(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Append (B, S, G, d) keys and values; returns all so far. S is 1 unless the cache is empty."""
+        """Append keys (B, S, G, d) and values (B, S, G, e); returns all so far. S is 1 unless the cache is empty."""
         if self._keys is None or self._values is None:
-            shape = (keys.shape[0], self.capacity, *keys.shape[2:])
-            self._keys, self._values = keys.new_empty(shape), values.new_empty(shape)
+            self._keys, self._values = (
+                part.new_empty(part.shape[0], self.capacity, *part.shape[2:]) for part in (keys, values)
+            )
         elif keys.shape[1] != 1:
             raise ValueError(f"{keys.shape[1]} tokens cannot be appended at once: attention within them would be wrong")
         start, self.length = self.length, self.length + keys.shape[1]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Size, Tensor
@@ -20,13 +21,17 @@ class Naming:
     """Where transformers keeps the weights and biases of our modules; `{}` is the number of the block.
 
     prefix: what a file of the bare model, without its head, leaves out. transposed: blocks keep matrices as (in, out).
-    buffers: pattern of what files hold beside parameters.
+    buffers: pattern of what files hold beside our tensors. tensors: whole names, of tensors that are no weight or bias
+    of a module; a second `{}` is the number of the expert, whose part of ours is a tensor of theirs.
+    interleaved: RoPE turns neighbouring rows of `latent` projections; ours, those half of them apart.
     """
 
     modules: dict[str, tuple[str, ...]]
     prefix: str
     transposed: bool
     buffers: str
+    tensors: dict[str, str] = field(default_factory=dict)
+    interleaved: bool = False
 
 
 _GPT2 = Naming(
@@ -69,15 +74,66 @@ _LLAMA = Naming(
     transposed=False,
     buffers=r"rotary_emb\.inv_freq$",
 )
-NAMINGS = {"gpt2": _GPT2, "llama": _LLAMA, "mistral": _LLAMA, "qwen2": _LLAMA, "qwen3": _LLAMA}  # by model_type
+_EXPERTS = "blocks.{}.mlp.experts."
+_MIXTRAL = replace(
+    _LLAMA,
+    modules={**_LLAMA.modules, "blocks.{}.mlp.router": ("model.layers.{}.block_sparse_moe.gate",)},
+    tensors={
+        f"{_EXPERTS}gate": "model.layers.{}.block_sparse_moe.experts.{}.w1.weight",
+        f"{_EXPERTS}up": "model.layers.{}.block_sparse_moe.experts.{}.w3.weight",
+        f"{_EXPERTS}down": "model.layers.{}.block_sparse_moe.experts.{}.w2.weight",
+    },
+)
+_QWEN3_MOE = replace(
+    _LLAMA,
+    modules={**_LLAMA.modules, "blocks.{}.mlp.router": ("model.layers.{}.mlp.gate",)},
+    tensors={
+        _EXPERTS + part: f"model.layers.{{}}.mlp.experts.{{}}.{part}_proj.weight" for part in ("gate", "up", "down")
+    },
+)
+_DEEPSEEK = replace(
+    _QWEN3_MOE,
+    modules={
+        **_QWEN3_MOE.modules,
+        "blocks.{}.attention.q": ("model.layers.{}.self_attn.q_proj",),
+        "blocks.{}.attention.q_a": ("model.layers.{}.self_attn.q_a_proj",),
+        "blocks.{}.attention.q_norm": ("model.layers.{}.self_attn.q_a_layernorm",),
+        "blocks.{}.attention.q_b": ("model.layers.{}.self_attn.q_b_proj",),
+        "blocks.{}.attention.kv_a": ("model.layers.{}.self_attn.kv_a_proj_with_mqa",),
+        "blocks.{}.attention.kv_norm": ("model.layers.{}.self_attn.kv_a_layernorm",),
+        "blocks.{}.attention.kv_b": ("model.layers.{}.self_attn.kv_b_proj",),
+        "blocks.{}.mlp.shared.gate": ("model.layers.{}.mlp.shared_experts.gate_proj",),
+        "blocks.{}.mlp.shared.up": ("model.layers.{}.mlp.shared_experts.up_proj",),
+        "blocks.{}.mlp.shared.down": ("model.layers.{}.mlp.shared_experts.down_proj",),
+    },
+    tensors={
+        **_QWEN3_MOE.tensors,
+        "blocks.{}.mlp.router.balance_bias": "model.layers.{}.mlp.gate.e_score_correction_bias",
+    },
+    buffers=_LLAMA.buffers + r"|^(model\.)?layers\.61\.",  # the published model's prediction of further tokens
+    interleaved=True,
+)
+NAMINGS = {  # by model_type
+    "gpt2": _GPT2,
+    "llama": _LLAMA,
+    "mistral": _LLAMA,
+    "qwen2": _LLAMA,
+    "qwen3": _LLAMA,
+    "mixtral": _MIXTRAL,
+    "qwen3_moe": _QWEN3_MOE,
+    "deepseek_v3": _DEEPSEEK,
+}
 
 
-def their_names(naming: Naming, name: str) -> tuple[str, ...]:
-    """The tensors of transformers that make up one of our parameters, such as 'blocks.3.attention.qkv.weight'."""
-    module, _, kind = name.rpartition(".")
-    block = re.match(r"blocks\.(\d+)\.", module)
-    theirs = naming.modules[re.sub(r"^blocks\.\d+", "blocks.{}", module)]
-    return tuple(f"{their.format(block[1] if block else '')}.{kind}" for their in theirs)
+def their_names(model: Model, naming: Naming, name: str) -> tuple[str, ...]:
+    """The tensors of transformers that make up one of ours, such as 'blocks.3.attention.qkv.weight'."""
+    block = re.match(r"blocks\.(\d+)\.", name)
+    number, pattern = block[1] if block else "", re.sub(r"^blocks\.\d+", "blocks.{}", name)
+    if pattern in naming.tensors:
+        count = model.experts.count if model.experts and pattern.startswith(_EXPERTS) else 1
+        return tuple(naming.tensors[pattern].format(number, expert) for expert in range(count))
+    module, _, kind = pattern.rpartition(".")
+    return tuple(f"{their.format(number)}.{kind}" for their in naming.modules[module])
 
 
 def their_shapes(model: Model, naming: Naming, name: str, shape: Size) -> tuple[Size, ...]:
@@ -87,8 +143,12 @@ def their_shapes(model: Model, naming: Naming, name: str, shape: Size) -> tuple[
 
 
 def to_theirs(model: Model, naming: Naming, name: str, tensor: Tensor) -> tuple[Tensor, ...]:
-    """One of our parameters as the tensors of `their_names`."""
-    count = len(their_names(naming, name))
+    """One of our tensors as those of `their_names`."""
+    count = len(their_names(model, naming, name))
+    if _is_experts(name):
+        return tensor.unbind()
+    if naming.interleaved:
+        tensor = _turned(model, name, tensor, lambda rows: rows.unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2))
     parts = _ungroup(model, tensor) if _QKV in name else (tensor,)
     if len(parts) > count:
         parts = (torch.cat(parts),)
@@ -97,13 +157,32 @@ def to_theirs(model: Model, naming: Naming, name: str, tensor: Tensor) -> tuple[
 
 def to_ours(model: Model, naming: Naming, name: str, theirs: tuple[Tensor, ...]) -> Tensor:
     """The inverse of `to_theirs`."""
+    if _is_experts(name):
+        return torch.stack(theirs)
     parts = tuple(part.T if _is_transposed(naming, name, part) else part for part in theirs)
+    if naming.interleaved:
+        return _turned(model, name, parts[0], lambda rows: rows.unflatten(1, (-1, 2)).transpose(1, 2).flatten(1, 2))
     if _QKV not in name:
         return parts[0]
     if len(parts) == 1:
         queries, keys = model.heads * model.head_dim, model.kv_heads * model.head_dim
         parts = parts[0].split([queries, keys, keys])
     return _group(model, parts)
+
+
+def _is_experts(name: str) -> bool:
+    return ".mlp.experts." in name
+
+
+def _turned(model: Model, name: str, tensor: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
+    """Apply `change` to the rows (heads, rope_dim, in) of a latent attention's projection that RoPE turns, the last of
+    each head's, or to those of the key that all heads share."""
+    latent, projection = model.latent, name.split(".")[-2]
+    if latent is None or ".attention." not in name or projection not in ("q", "q_b", "kv_a"):
+        return tensor
+    heads = tensor.unflatten(0, (1 if projection == "kv_a" else model.heads, -1))
+    plain = heads.shape[1] - latent.rope_dim
+    return torch.cat((heads[:, :plain], change(heads[:, plain:])), dim=1).flatten(0, 1)
 
 
 def _is_transposed(naming: Naming, name: str, tensor: Tensor) -> bool:
@@ -123,9 +202,9 @@ def _group(model: Model, parts: tuple[Tensor, ...]) -> Tensor:
 
 
 def parameter_shapes(model: Model) -> dict[str, Size]:
-    """The shape of each of our parameters, by name, in the order of the module."""
+    """The shape of each of our parameters, and of the routers' biases, by name, in the order of the module."""
     with torch.device("meta"):
-        return {name: parameter.shape for name, parameter in Decoder(model).named_parameters()}
+        return {name: tensor.shape for name, tensor in Decoder(model).state_dict().items()}
 
 
 class ImportedWeights:
@@ -142,7 +221,9 @@ class ImportedWeights:
         wanted = {
             self._stored(their): shape
             for name, own in self.shapes.items()
-            for their, shape in zip(their_names(naming, name), their_shapes(model, naming, name, own), strict=True)
+            for their, shape in zip(
+                their_names(model, naming, name), their_shapes(model, naming, name, own), strict=True
+            )
         }
         lines = [f"{name} is missing" for name in wanted if name not in files.shapes]
         for name, shape in files.shapes.items():
@@ -151,7 +232,7 @@ class ImportedWeights:
             elif name not in wanted and not self._may_be_there(name):
                 lines.append(f"{name} is unexpected")
         if not lines and model.tied and "lm_head.weight" in files.shapes:
-            (embedding,) = their_names(naming, "embedding.weight")
+            (embedding,) = their_names(model, naming, "embedding.weight")
             if not torch.equal(files.load("lm_head.weight"), files.load(self._stored(embedding))):
                 lines.append(f"lm_head.weight differs from {embedding}, but tie_word_embeddings says that they are one")
         if lines:
@@ -162,7 +243,7 @@ class ImportedWeights:
 
     def load(self, name: str) -> Tensor:
         """One of our parameters, on the CPU."""
-        stored = tuple(self._files.load(self._stored(their)) for their in their_names(self._naming, name))
+        stored = tuple(self._files.load(self._stored(their)) for their in their_names(self._model, self._naming, name))
         return to_ours(self._model, self._naming, name, stored)
 
     def _stored(self, their: str) -> str:

@@ -11,14 +11,16 @@ from torch import Tensor
 from shardwise.spec import Model
 
 _STD = 0.02  # GPT-2
-_RESIDUAL = ("attention.out.weight", "mlp.down.weight")  # what adds to the residual stream
+# What adds to the residual stream.
+_RESIDUAL = ("attention.out.weight", "mlp.down.weight", "mlp.experts.down", "mlp.shared.down.weight")
 
 
 def initial_value(model: Model, name: str, shape: torch.Size, seed: int, device: torch.device | str) -> Tensor:
     """The full fp32 tensor of one parameter.
 
-    Matrices: N(0, 0.02²), those that write into the residual stream scaled by 1/√(2 · layers) (GPT-2); norm weights
-    1, biases 0. The draw depends on the kind of device (CPU and CUDA generators differ), not on the layout.
+    Matrices, also those of all experts in one tensor: N(0, 0.02²), those that write into the residual stream scaled
+    by 1/√(2 · layers) (GPT-2); norm weights 1, biases 0. The draw depends on the kind of device (CPU and CUDA
+    generators differ), not on the layout.
     """
     if len(shape) == 1:
         return torch.zeros(shape, device=device) if name.endswith("bias") else torch.ones(shape, device=device)

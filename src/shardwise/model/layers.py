@@ -6,7 +6,7 @@ already, which makes the cast a no-op): the arithmetic is the same on every layo
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -20,11 +20,14 @@ from shardwise.spec import Model
 def cast(weight: Tensor, x: Tensor) -> Tensor:
     """A weight in the type of x. Of one that is spread over ranks (a DTensor), this rank's part; its gradient is that
     of this rank's part of x, to be summed with the other ranks' where they hold the same weight."""
-    if isinstance(weight, DTensor):
-        weight = weight.to_local(
-            grad_placements=[Partial() if isinstance(place, Replicate) else place for place in weight.placements]
-        )
-    return weight.to(x.dtype)
+    return (own_part(weight) if isinstance(weight, DTensor) else weight).to(x.dtype)
+
+
+def own_part(weight: DTensor) -> Tensor:
+    """This rank's part of a weight, with a gradient as `cast` says."""
+    return weight.to_local(
+        grad_placements=[Partial() if isinstance(place, Replicate) else place for place in weight.placements]
+    )
 
 
 class Linear(nn.Linear):
@@ -82,13 +85,19 @@ class Attention(nn.Module):
         return self.out(mixed.transpose(1, 2).flatten(2))
 
 
-Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+class Attend(Protocol):
+    """q (B, H, S, d), k (B, G, S, d), v (B, G, S, e) -> (B, H, S, e). H / G query heads share a key and value head.
+    scale: of the scores; None: 1/√d."""
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> Tensor: ...
 
 
-def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """q (B, H, S, d), k (B, G, S, d), v (B, G, S, e) -> (B, H, S, e). H / G query heads share a key and value head."""
-    # One token alone, or after those in the cache, sees all keys.
-    return F.scaled_dot_product_attention(q, k, v, is_causal=q.shape[2] > 1, enable_gqa=q.shape[1] != k.shape[1])
+def causal_attention(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> Tensor:
+    """`Attend`, on one device."""
+    causal, grouped = True, q.shape[1] != k.shape[1]
+    if q.shape[2] == 1:  # one token alone, or after those in the cache, sees all keys
+        causal = False
+    return F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale, enable_gqa=grouped)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from shardwise.spec.rope import DynamicScaling, LinearScaling, Llama3Scaling, Lo
 
 
 def rotary_table(model: Model, positions: Tensor, length: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """cos and sin, each (S, head_dim / 2), for integer positions (S,), in promote_types(dtype, float32).
+    """cos and sin, each (S, rotary_dim / 2), for integer positions (S,), in promote_types(dtype, float32).
 
     length: positions of the whole sequence, of which `positions` may be a part; some scalings depend on it.
     """
@@ -23,8 +23,8 @@ def rotary_table(model: Model, positions: Tensor, length: int, dtype: torch.dtyp
 
 
 def rotary_frequencies(model: Model, length: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Radians per position, (head_dim / 2,), for a sequence of `length` tokens."""
-    size, base, scaling = model.head_dim, model.rope_theta, model.rope_scaling
+    """Radians per position, (rotary_dim / 2,), for a sequence of `length` tokens."""
+    size, base, scaling = model.rotary_dim, model.rope_theta, model.rope_scaling
     exponents = torch.arange(0, size, 2, device=device, dtype=dtype) / size
     match scaling:
         case LinearScaling():

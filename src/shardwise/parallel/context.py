@@ -1,22 +1,28 @@
-"""Context parallelism: every sequence is spread over cp ranks."""
+"""Context parallelism: every sequence is spread over cp ranks, an early and a late piece of it on each.
+
+What it shards: all activations, along the sequence. What it communicates: only attention sees other positions than its
+own, and there is one file for each way in which it can: `gathered.py` (all keys and values are gathered), `ring.py`
+(they travel around), `ulysses.py` (each rank gets whole sequences of some heads). Weights are replicated, or sharded
+over dp_shard · cp, and their gradients are summed over cp as over data ranks.
+"""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from shardwise.model.decoder import Decoder
+from shardwise.parallel.gathered import gathered_attention
 from shardwise.parallel.mesh import Mesh
+from shardwise.parallel.pieces import own_positions
+from shardwise.parallel.ring import ring_attention
+from shardwise.parallel.ulysses import ulysses_attention
 from shardwise.spec import Layout
 
-
-def own_positions(length: int, parts: int, rank: int) -> Tensor:
-    """Which positions of a sequence a rank has: of 2 · parts pieces the rank-th from the start and from the end, so
-    that causal attention is the same work for all. (length / parts,) int64, ascending."""
-    pieces = torch.arange(length).chunk(2 * parts)
-    return torch.cat([pieces[rank], pieces[2 * parts - 1 - rank]])
+_METHODS = {"allgather": gathered_attention, "ring": ring_attention, "ulysses": ulysses_attention}
 
 
 class SequenceCut:
@@ -40,5 +46,6 @@ class SequenceCut:
 
 
 def spread_attention(decoder: Decoder, mesh: Mesh, layout: Layout) -> None:
-    """Make every attention of the decoder see the keys and values of the other ranks."""
-    raise NotImplementedError
+    """Make every attention of the decoder see the keys and values of the other ranks of cp, in place."""
+    for block in decoder.blocks.values():
+        block.attention.attend = partial(_METHODS[layout.cp_method], group=mesh.context)

@@ -27,13 +27,27 @@ def sum_partial(parameters: Iterable[nn.Parameter]) -> None:
 
 
 @torch.no_grad()
-def all_reduce_gradients(parameters: Iterable[nn.Parameter], group: dist.ProcessGroup) -> None:
-    """Sum gradients over replicas, in buckets. A parameter without a gradient counts as zero."""
+def all_reduce_gradients(parameters: Iterable[nn.Parameter], group: dist.ProcessGroup, dtype: torch.dtype) -> None:
+    """Sum gradients over replicas, in buckets, in `dtype`. A parameter without a gradient counts as zero."""
     for bucket in _buckets([local(_gradient(parameter)) for parameter in parameters]):
-        flat = torch.cat([tensor.flatten() for tensor in bucket])
+        flat = torch.cat([tensor.flatten() for tensor in bucket]).to(dtype)
         dist.all_reduce(flat, group=group)
         parts = flat.split([tensor.numel() for tensor in bucket])
         torch._foreach_copy_(bucket, [part.view_as(tensor) for part, tensor in zip(parts, bucket, strict=True)])
+
+
+@torch.no_grad()
+def add_other_copy(parameter: nn.Parameter, group: dist.ProcessGroup, other: int) -> None:
+    """Sum the gradient of a weight of which one other rank of the group holds a copy: both get the same numbers."""
+    own = local(_gradient(parameter)).contiguous()
+    received = torch.empty_like(own)
+    if dist.get_rank(group) < other:  # in opposite orders, so that neither waits for the other
+        works = dist.isend(own, group=group, group_dst=other), dist.irecv(received, group=group, group_src=other)
+    else:
+        works = dist.irecv(received, group=group, group_src=other), dist.isend(own, group=group, group_dst=other)
+    for work in works:
+        work.wait()
+    local(_gradient(parameter)).add_(received)
 
 
 def _gradient(parameter: nn.Parameter) -> Tensor:
@@ -70,7 +84,7 @@ def norm_of(gradients: list[tuple[Tensor, int]], device: torch.device) -> Tensor
     rank, however they are sharded. Called on every rank."""
     total = torch.zeros((), dtype=torch.float64, device=device)
     if gradients:
-        norms = torch.stack(torch._foreach_norm([local(gradient) for gradient, _ in gradients])).double()
+        norms = torch.stack(torch._foreach_norm([local(gradient) for gradient, _ in gradients])).to(total)
         counts = torch.tensor([count for _, count in gradients], dtype=torch.float64, device=device)
         total = (norms.square() / counts).sum()
     dist.all_reduce(total)

@@ -11,12 +11,18 @@ from shardwise.spec import Model
 
 
 @torch.no_grad()
-def materialize(module: nn.Module, model: Model, seed: int, device: torch.device) -> None:
-    """Allocate the parameters that this rank holds and set them to their initial values.
+def materialize(
+    module: nn.Module, model: Model, seed: int, device: torch.device, home: torch.device | None = None
+) -> None:
+    """Allocate the parameters that this rank holds, on `home` (default: the device), and set them to their initial
+    values.
 
     Nothing is communicated: every rank draws the same full tensor and keeps its own part of it.
     """
-    module.to_empty(device=device)
+    module.to_empty(device=home or device)
+    for owner in module.modules():
+        for name, buffer in owner.named_buffers(recurse=False):
+            setattr(owner, name, buffer.to(device))
     for name, parameter in module.named_parameters():
         _fill(parameter, name, model, seed, device)
     for buffer in module.buffers():

@@ -95,3 +95,30 @@ def _across(device_type: str, world: int, *, stride: int, size: int) -> dist.Pro
         return None
     ranks = torch.arange(world).view(-1, size, stride).transpose(1, 2).reshape(-1, size)
     return DeviceMesh(device_type, ranks, mesh_dim_names=("rest", "group")).get_group("group")
+
+
+_EXCHANGES = {
+    "pp": "activations and their gradients, from stage to stage",
+    "dp_replicate": "gradients, once a step: all-reduce",
+    "dp_shard": "weights: all-gather; gradients: reduce-scatter",
+    "cp": "keys and values of every attention",
+    "tp": "activations around every attention and MLP: all-gather, reduce-scatter",
+}
+
+
+def mesh_table(layout: Layout) -> str:
+    """Who stands where and exchanges what, in plain lines, for the start of a run: the dimensions of more than one
+    rank, outermost first, with the ranks of the first group of each."""
+    lines, stride = [], 1
+    for name in reversed(DIMENSIONS):
+        size = getattr(layout, name)
+        if size > 1:
+            ranks = [str(rank * stride) for rank in range(size)]
+            shown = ", ".join(ranks if size <= 4 else [*ranks[:3], "…", ranks[-1]])
+            lines.append(f"  {name:<12}  {size:>4}  {shown:<24}  {_EXCHANGES[name]}")
+        stride *= size
+    if layout.ep > 1:
+        shown = f"of {layout.dp_shard * layout.cp * layout.tp}"
+        lines.insert(0, f"  {'ep':<12}  {layout.ep:>4}  {shown:<24}  token copies to their experts and back: all-to-all")
+    head = f"  {'mesh':<12}  size  {'first group':<24}  exchanges"
+    return "\n".join([head, *reversed(lines)]) if lines else "  mesh: one rank"

@@ -14,13 +14,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard
 from torch.nn import functional as F
 
 from shardwise.model.decoder import Decoder
+from shardwise.model.experts import MoE, Pending
+from shardwise.model.latent import LatentAttention
 from shardwise.model.layers import Attention, Linear, Mlp, cast
 from shardwise.parallel.collectives import gather, reduce_scatter
 from shardwise.parallel.mesh import Mesh
+from shardwise.parallel.place import become, place, unplaced
 from shardwise.parallel.vocabulary import split_loss
 
 SEQUENCE = 1  # the dimension of activations (B, S, hidden) that is split between products
@@ -31,33 +34,60 @@ def split_tensors(decoder: Decoder, mesh: Mesh) -> None:
     tp = mesh.weights["tp"]
     group, rank = tp.get_group(), tp.get_local_rank()
     if decoder.embedding is not None:
-        _place(decoder.embedding, tp, weight=Shard(0))
+        place(decoder.embedding, tp, weight=Shard(0))
         if decoder.first:
-            _become(decoder.embedding, _VocabularyEmbedding, group=group, rank=rank)
+            become(decoder.embedding, _VocabularyEmbedding, group=group, rank=rank)
     if decoder.positions is not None:
-        _become(decoder.positions, _SlicedPositions, rank=rank, parts=tp.size())
+        become(decoder.positions, _SlicedPositions, rank=rank, parts=tp.size())
     for block in decoder.blocks.values():
-        _split_attention(block.attention, tp)
-        _split_mlp(block.mlp, tp)
+        if isinstance(block.attention, LatentAttention):
+            _split_latent_attention(block.attention, tp)
+        else:
+            _split_attention(block.attention, tp)
+        if isinstance(block.mlp, MoE):
+            _split_experts(block.mlp, tp, spread=mesh.experts is not None)
+        else:
+            _split_mlp(block.mlp, tp)
     if decoder.head is not None:
         if decoder.head.weight is not None:
-            _place(decoder.head, tp, weight=Shard(0))
+            place(decoder.head, tp, weight=Shard(0))
         decoder.head.register_forward_pre_hook(_gather_input(group))
         split_loss(decoder.head, group)
     for module in decoder.modules():  # all that is left is held by every rank
-        _place(module, tp, **dict.fromkeys(_plain(module), Replicate()))
+        place(module, tp, **dict.fromkeys(unplaced(module), Replicate()))
 
 
-def _split_attention(attention: nn.Module, tp: DeviceMesh) -> None:
-    group = tp.get_group()
-    assert isinstance(attention, Attention)
+def _split_attention(attention: Attention, tp: DeviceMesh) -> None:
     groups = attention.qkv.out_features // ((attention.queries_per_group + 2) * attention.head_dim)
     if groups % tp.size():
         _split_queries(attention, groups, tp)
     else:
-        _place(attention.qkv, tp, weight=Shard(0), bias=Shard(0))
+        place(attention.qkv, tp, weight=Shard(0), bias=Shard(0))
     _row(attention.out, tp)
-    attention.register_forward_pre_hook(_gather_input(group))
+    attention.register_forward_pre_hook(_gather_input(tp.get_group()))
+
+
+def _split_latent_attention(attention: LatentAttention, tp: DeviceMesh) -> None:
+    """Latents are computed for a part of the sequence each, and gathered, which is narrow; heads are split."""
+    for linear in (attention.q, attention.q_b, attention.kv_b):
+        if linear is not None:
+            place(linear, tp, weight=Shard(0))
+    if attention.q is not None:
+        attention.q.register_forward_pre_hook(_gather_input(tp.get_group()))
+    for linear in (attention.q_a, attention.kv_a):
+        if linear is not None:
+            linear.register_forward_hook(_gather_output(tp.get_group()))
+    _row(attention.out, tp)
+
+
+def _split_experts(moe: MoE, tp: DeviceMesh, *, spread: bool) -> None:
+    """Every rank routes its own part of the sequence. Without expert parallelism each then takes all the tokens through
+    its part of every expert."""
+    if moe.shared is not None:
+        _split_mlp(moe.shared, tp)
+    if not spread:
+        place(moe.experts, tp, gate=Shard(1), up=Shard(1), down=Shard(2))
+        become(moe, _SplitMoE, group=tp.get_group())
 
 
 def _split_queries(attention: Attention, groups: int, tp: DeviceMesh) -> None:
@@ -66,27 +96,26 @@ def _split_queries(attention: Attention, groups: int, tp: DeviceMesh) -> None:
     ranks_per_group = tp.size() // groups
     own, rest = divmod(attention.queries_per_group, ranks_per_group)
     assert tp.size() % groups == 0 and rest == 0, "spec/legality.py refuses this"
-    group, place = divmod(tp.get_local_rank(), ranks_per_group)
+    group, part = divmod(tp.get_local_rank(), ranks_per_group)
     first, d = group * (attention.queries_per_group + 2), attention.head_dim
-    heads = [*range(first + place * own, first + (place + 1) * own), first + attention.queries_per_group,
+    heads = [*range(first + part * own, first + (part + 1) * own), first + attention.queries_per_group,
              first + attention.queries_per_group + 1]  # fmt: skip
     rows = [row for head in heads for row in range(head * d, (head + 1) * d)]
-    _become(attention.qkv, _SelectedRows, rows=rows)
+    become(attention.qkv, _SelectedRows, rows=rows)
     attention.queries_per_group = own
 
 
-def _split_mlp(mlp: nn.Module, tp: DeviceMesh) -> None:
-    assert isinstance(mlp, Mlp)
+def _split_mlp(mlp: Mlp, tp: DeviceMesh) -> None:
     for linear in (mlp.gate, mlp.up):
         if linear is not None:
-            _place(linear, tp, weight=Shard(0), bias=Shard(0))
+            place(linear, tp, weight=Shard(0), bias=Shard(0))
     _row(mlp.down, tp)
     mlp.register_forward_pre_hook(_gather_input(tp.get_group()))
 
 
 def _row(linear: Linear, tp: DeviceMesh) -> None:
-    _place(linear, tp, weight=Shard(1), bias=Replicate())
-    _become(linear, _RowLinear, group=tp.get_group())
+    place(linear, tp, weight=Shard(1), bias=Replicate())
+    become(linear, _RowLinear, group=tp.get_group())
 
 
 class _RowLinear(Linear):
@@ -97,6 +126,19 @@ class _RowLinear(Linear):
     def forward(self, x: Tensor) -> Tensor:
         y = reduce_scatter(F.linear(x, cast(self.weight, x)), SEQUENCE, self.group)
         return y if self.bias is None else y + cast(self.bias, x)
+
+
+class _SplitMoE(MoE):
+    """A part of the inner size of every expert each."""
+
+    group: Any
+
+    def send(self, x: Tensor, weights: Tensor, indices: Tensor) -> Pending:
+        x, weights = gather(x, SEQUENCE, self.group), gather(weights, SEQUENCE, self.group)
+        return super().send(x, weights, gather(indices, SEQUENCE, self.group))
+
+    def receive(self, pending: Pending) -> Tensor:
+        return reduce_scatter(super().receive(pending), SEQUENCE, self.group)
 
 
 class _SelectedRows(Linear):
@@ -138,20 +180,5 @@ def _gather_input(group: Any):
     return hook
 
 
-def _become(module: nn.Module, kind: type[nn.Module], **fields: Any) -> None:
-    """Keep the parameters and their names, change what the module computes."""
-    module.__class__ = kind
-    for name, value in fields.items():
-        setattr(module, name, value)
-
-
-def _place(module: nn.Module, mesh: DeviceMesh, **placements: Any) -> None:
-    for name, placement in placements.items():
-        parameter = getattr(module, name, None)
-        if parameter is not None:
-            spread = distribute_tensor(parameter.data, mesh, [placement], src_data_rank=None)
-            module.register_parameter(name, nn.Parameter(spread, requires_grad=parameter.requires_grad))
-
-
-def _plain(module: nn.Module) -> list[str]:
-    return [name for name, p in module.named_parameters(recurse=False) if not hasattr(p, "placements")]
+def _gather_output(group: Any):
+    return lambda module, arguments, output: gather(output, SEQUENCE, group)

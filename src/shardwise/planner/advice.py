@@ -51,12 +51,9 @@ def tensor_parallelism(case: Case) -> Iterator[Advice]:
     others: list[Found] = []
     for policy in (case.layout.recompute, "selective", "full"):  # more recompute only where it does not fit otherwise
         others = others or case.layouts(*({"tp": n, "recompute": policy} for n in fewer))
-    if not others:
+    if (better := _fastest(case, others)) is None:
         return
-    best = max(others, key=lambda item: item.tokens_per_second)
-    gain = case.saving(best)
-    if gain < _WORTH:
-        return
+    best, gain = better
     exposed = case.found.step.parts["tensor"] / case.found.step.seconds
     text = (
         f"tp {tp} before the model needs it: tp {best.layout.tp} (dp_shard {best.layout.dp_shard}, recompute "
@@ -91,12 +88,9 @@ def zero3(case: Case) -> Iterator[Advice]:
         return
     replicated = {"zero": 0, "dp_replicate": layout.data_ranks, "dp_shard": 1}
     others = case.exactly(layout.model_copy(update={"zero": 2}), layout.model_copy(update=replicated))
-    if not others:
+    if (better := _fastest(case, others)) is None:
         return
-    best = max(others, key=lambda item: item.tokens_per_second)
-    gain = case.saving(best)
-    if gain < _WORTH:
-        return
+    best, gain = better
     more = (best.memory.live - case.found.memory.live) / GIB
     again = f", once for each of {case.found.subject.micro_batches} micro-batches" if layout.pp > 1 else ""
     yield Advice(
@@ -134,18 +128,17 @@ def recomputation(case: Case) -> Iterator[Advice]:
         return
     weaker = ["none"] if case.layout.recompute == "selective" else ["none", "selective"]
     others = case.exactly(*(case.layout.model_copy(update={"recompute": policy}) for policy in weaker))
-    if not others:
+    if (better := _fastest(case, others)) is None:
         return
-    best = max(others, key=lambda item: item.tokens_per_second)
-    gain, more = case.saving(best), (best.memory.live - case.found.memory.live) / GIB
-    if gain >= _WORTH:
-        yield Advice(
-            "recompute",
-            f"recompute {case.layout.recompute} is not needed: {best.layout.recompute} {_fits(best)} ({more:+.1f} GiB) "
-            f"and takes {_less(gain)}",
-            MODELLED,
-            gain,
-        )
+    best, gain = better
+    more = (best.memory.live - case.found.memory.live) / GIB
+    yield Advice(
+        "recompute",
+        f"recompute {case.layout.recompute} is not needed: {best.layout.recompute} {_fits(best)} ({more:+.1f} GiB) and "
+        f"takes {_less(gain)}",
+        MODELLED,
+        gain,
+    )
 
 
 def micro_batch(case: Case) -> Iterator[Advice]:
@@ -154,19 +147,17 @@ def micro_batch(case: Case) -> Iterator[Advice]:
     if case.recipe.batch_tokens is None or case.found.verdict != "fits":
         return
     others = case.exactly(*(case.layout.model_copy(update={"micro_batch": size * n}) for n in (2, 4, 8, 16)))
-    if not others:
+    if (better := _fastest(case, others)) is None:
         return
-    best = max(others, key=lambda item: item.tokens_per_second)
-    gain = case.saving(best)
-    if gain >= _WORTH:
-        left = (capacity_bytes(case.cluster.gpu) - case.found.memory.used[2]) / GIB
-        yield Advice(
-            "micro-batch",
-            f"micro_batch {size} leaves {left:.1f} GiB unused: {best.layout.micro_batch} {_fits(best)} and takes "
-            f"{_less(gain)}, at the same batch",
-            MODELLED,
-            gain,
-        )
+    best, gain = better
+    left = ((capacity_bytes(case.cluster.gpu) or 0.0) - case.found.memory.used[2]) / GIB
+    yield Advice(
+        "micro-batch",
+        f"micro_batch {size} leaves {left:.1f} GiB unused: {best.layout.micro_batch} {_fits(best)} and takes "
+        f"{_less(gain)}, at the same batch",
+        MODELLED,
+        gain,
+    )
 
 
 def alignment(case: Case) -> Iterator[Advice]:
@@ -281,6 +272,13 @@ _SPEED: tuple[_Rule, ...] = (
     alignment,
     debug_card,
 )
+
+
+def _fastest(case: Case, others: list[Found]) -> tuple[Found, float] | None:
+    """The fastest of them and the share of the step that it saves; None where that is not worth a word."""
+    best = max(others, key=lambda item: item.tokens_per_second, default=None)
+    gain = case.saving(best) if best else 0.0
+    return (best, gain) if best and gain >= _WORTH else None
 
 
 def _fits(other: Found) -> str:

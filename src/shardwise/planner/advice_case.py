@@ -13,7 +13,7 @@ from shardwise.planner.step import StepModel
 from shardwise.spec import Cluster, Gpu, InputError, Layout, Model, Recipe
 from shardwise.spec.price import Price
 
-_VERDICTS = ("fits", "tight", "oom")
+_VERDICTS = ("fits", "unknown", "tight", "oom")
 
 
 @dataclass(frozen=True)

@@ -52,6 +52,7 @@ def _figures(run: Run, item: Candidate) -> dict[str, Value]:
     memory, time, cost = item.memory, item.time, item.cost
     return {
         "gpus": float(run.cluster.gpus),
+        "precision": item.precision,
         "step_seconds": time.step_seconds,
         "tokens_per_second_per_gpu": time.tokens_per_second_per_gpu,
         "mfu": time.mfu,

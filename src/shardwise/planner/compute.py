@@ -19,29 +19,37 @@ class Speed:
     attention_flops: float  # rate over forward and backward, FLOPs counted causal, backward 2.5 times the forward
     bytes_per_second: float
     multiprocessors: int
+    width: int = 2  # bytes of an activation; traffic is counted in bf16
 
     def gemm_seconds(self, gemm: Gemm, rate: float) -> float:
         """FLOPs over the rate that this shape reaches; never faster than its operands can be read and written."""
         compute = gemm.flops / (rate * shape_share(gemm, self.multiprocessors))
-        moved = 2 * gemm.count * (gemm.m * gemm.k + gemm.n * gemm.k + gemm.m * gemm.n)
+        moved = self.width * gemm.count * (gemm.m * gemm.k + gemm.n * gemm.k + gemm.m * gemm.n)
         return max(compute, moved / self.bytes_per_second)
 
     def forward_seconds(self, work: Work, *, head: bool = False) -> float:
         rate = self.head_gemm_flops if head else self.gemm_flops
-        gemms = sum(self.gemm_seconds(gemm, rate * aligned_share(gemm)) for gemm in work.gemms)
+        gemms = sum(self.gemm_seconds(gemm, rate * self._aligned(gemm)) for gemm in work.gemms)
         # The forward is 1 of 3.5 parts and runs somewhat faster than the backward.
-        return gemms + work.attention_flops / (1.15 * self.attention_flops) + work.traffic_bytes / self.bytes_per_second
+        return gemms + work.attention_flops / (1.15 * self.attention_flops) + self._traffic_seconds(work, head=head)
 
     def backward_seconds(self, work: Work, *, head: bool = False) -> float:
         rate = self.head_gemm_flops if head else self.gemm_flops
         gemms = sum(
-            self.gemm_seconds(Gemm(gemm.m, gemm.k, gemm.n, gemm.count), rate * aligned_share(gemm))
-            + self.gemm_seconds(Gemm(gemm.n, gemm.k, gemm.m, gemm.count), rate * aligned_share(gemm))
+            self.gemm_seconds(Gemm(gemm.m, gemm.k, gemm.n, gemm.count), rate * self._aligned(gemm))
+            + self.gemm_seconds(Gemm(gemm.n, gemm.k, gemm.m, gemm.count), rate * self._aligned(gemm))
             for gemm in work.gemms
         )
         attention = 3.5 * work.attention_flops / self.attention_flops
         attention -= work.attention_flops / (1.15 * self.attention_flops)
-        return gemms + attention + 2 * work.traffic_bytes / self.bytes_per_second
+        return gemms + attention + 2 * self._traffic_seconds(work, head=head)
+
+    def _aligned(self, gemm: Gemm) -> float:
+        return 1.0 if self.multiprocessors == 1 else aligned_share(gemm)  # a CPU loads any row
+
+    def _traffic_seconds(self, work: Work, *, head: bool) -> float:
+        """The head's traffic is that of the loss, which is fp32 whatever the rest is in."""
+        return work.traffic_bytes * (1.0 if head else self.width / 2) / self.bytes_per_second
 
 
 def aligned_share(gemm: Gemm) -> float:
@@ -53,11 +61,14 @@ def aligned_share(gemm: Gemm) -> float:
 
 _TILE_M, _TILE_N = 128, 256
 _FULL_K = 160  # depth at which a product reaches half its rate
+_FULL_K_CORE = 64  # on one core of a CPU
 
 
 def shape_share(gemm: Gemm, multiprocessors: int) -> float:
     """Share of the best rate that a shape reaches: tiles of 128 × 256 fill whole waves of multiprocessors, and a
-    shallow product spends its time on the edges."""
+    shallow product spends its time on the edges. One core of a CPU has no waves, and tiles of a few rows."""
+    if multiprocessors == 1:
+        return gemm.k / (gemm.k + _FULL_K_CORE)
     rows, columns = -(-gemm.m // _TILE_M), -(-gemm.n // _TILE_N)
     filled = gemm.m * gemm.n / (rows * _TILE_M * columns * _TILE_N)
     tiles = rows * columns * max(1.0, gemm.count)

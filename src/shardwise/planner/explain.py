@@ -16,6 +16,7 @@ _COSTS = {
     "context": "exposed context-parallel communication",
     "expert": "exposed expert all-to-all",
     "data": "exposed data-parallel communication",
+    "offload": "copies to and from the host",
     "bubble": "pipeline bubble",
     "optimizer": "optimizer",
 }

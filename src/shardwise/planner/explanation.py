@@ -35,7 +35,7 @@ class Explanation:
     micro_batches: int
     rank: int
     memory: Memory
-    capacity: float  # bytes that a process can use
+    capacity: float | None  # bytes that a process can use, where that is known
     parts_seconds: dict[str, float]
     binding: Binding
     timeline: Timeline
@@ -51,7 +51,7 @@ class Explanation:
             "micro_batches": self.micro_batches,
             "rank": self.rank,
             "rank_memory": self.memory.model_dump(mode="json", by_alias=True),
-            "capacity_gib": self.capacity / GIB,
+            "capacity_gib": self.capacity / GIB if self.capacity else None,
             "parts_seconds": self.parts_seconds,
             "binds": asdict(self.binding),
             "timeline": {
@@ -71,7 +71,7 @@ def binding(found: Found, others: Sequence[Neighbour]) -> Binding:
     the step goes to."""
     capacity = capacity_bytes(found.subject.cluster.gpu)
     used = found.memory.used
-    if found.verdict == "oom":
+    if found.verdict == "oom" and capacity is not None:
         return Binding("memory", f"at least {used[0] / GIB:.1f} GiB are used, and {capacity / GIB:.1f} GiB can be had")
     barred = [item for item in others if item.verdict == "oom" and (item.step_change or 0.0) <= -_WORTH]
     if barred:
@@ -80,7 +80,7 @@ def binding(found: Found, others: Sequence[Neighbour]) -> Binding:
     parts = found.step.parts
     shares = {
         "compute": parts["compute"] + parts["recompute"] + parts["optimizer"],
-        "communication": sum(parts[kind] for kind in ("data", "tensor", "context", "expert")),
+        "communication": sum(parts[kind] for kind in ("data", "tensor", "context", "expert", "offload")),
         "bubble": parts["bubble"],
     }
     ranked = sorted(shares.items(), key=lambda item: -item[1])

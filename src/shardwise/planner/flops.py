@@ -2,10 +2,10 @@
 
 Per token, forward and backward (backward = 2 × forward; PaLM, arXiv 2204.02311, appendix B):
 
-    6 · N_matmul  +  12 · L · H · d_head · S · c
+    6 · N_matmul  +  6 · L · H · (d_qk + d_v) · S · c
 
 N_matmul: weights that each token is multiplied with (output head yes, embedding look-up no).
-c: share of the S × S scores that is computed. Causal attention needs (S + 1) / 2S of them, and that is what `mfu`
+d_qk, d_v: sizes of a head's query and value, equal but for latent attention. c: share of the S × S scores that is computed. Causal attention needs (S + 1) / 2S of them, and that is what `mfu`
 counts; `mfu_full_attention` counts c = 1, as torchtitan, nanoGPT and Llama-3's paper do.
 """
 
@@ -18,7 +18,9 @@ from shardwise.spec import Model
 def attention_flops_per_token(model: Model, sequence: int, *, causal: bool = True) -> float:
     """FLOPs of scores and weighted values, forward and backward, all layers."""
     share = (sequence + 1) / (2 * sequence) if causal else 1.0
-    return 12 * model.layers * model.heads * model.head_dim * sequence * share
+    latent = model.latent
+    sizes = latent.nope_dim + latent.rope_dim + latent.value_dim if latent else 2 * model.head_dim
+    return 6 * model.layers * model.heads * sizes * sequence * share
 
 
 def model_flops_per_token(model: Model, sequence: int, *, causal: bool = True) -> float:

@@ -12,6 +12,7 @@ from shardwise.spec import Cluster, InputError, Layout, Model, Recipe
 from shardwise.spec.memory import GIB
 
 Change = tuple[str, Layout | str]  # in words; the layout that it makes, or why there is none
+_LOSSES, _OFFLOADS = ("full", "chunked"), ("none", "optimizer", "parameters", "activations")
 _SCHEDULES = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "interleaved-zb": 2, "zbv": 2, "dualpipev": 2}  # virtual stages
 
 
@@ -109,15 +110,17 @@ def _changes(layout: Layout, model: Model, cluster: Cluster) -> Iterator[Change]
             yield _told(layout, "recompute", layout.model_copy(update={"recompute": policy}), policy)
     if layout.pp > 1:
         yield from _schedules(layout)
-    loss = "full" if layout.loss == "chunked" else "chunked"
-    yield _told(layout, "loss", layout.model_copy(update={"loss": loss}), loss)
+    for field, choices in {"loss": _LOSSES, "offload": _OFFLOADS}.items():
+        for choice in choices:
+            if choice != getattr(layout, field):
+                yield _told(layout, field, layout.model_copy(update={field: choice}), choice)
 
 
 def _zero(layout: Layout) -> Iterator[Change]:
     """DDP replicates what ZeRO shards, so the degrees change places."""
     if layout.data_ranks == 1:
         return
-    for zero in (0, 2, 3):
+    for zero in (0, 1, 2, 3):
         if zero == layout.zero:
             continue
         degrees = {"dp_replicate": layout.dp_replicate, "dp_shard": layout.dp_shard}

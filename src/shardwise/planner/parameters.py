@@ -31,7 +31,7 @@ class ParameterCount:
 
 
 def count_parameters(model: Model) -> ParameterCount:
-    """Exact count, biases and norms included."""
+    """Exact count; biases, also those of routers that no gradient trains, and norms included."""
     queries, keys = model.heads * model.head_dim, model.kv_heads * model.head_dim
     attention = attention_parameters(model) + model.attention_sinks * model.heads
     attention += model.qkv_bias * (queries + 2 * keys) + model.out_bias * model.hidden

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from shardwise.planner.pipeline import PipelineRun, simulate
 from shardwise.planner.schedules import Action, order, stages_of
+from shardwise.planner.stages import cut_of
 from shardwise.planner.step import Pieces, StepModel
 from shardwise.planner.subject import Subject
 from shardwise.timeline import Box, Span, Timeline
@@ -47,6 +48,9 @@ def predict_timeline(subject: Subject, rank: int = 0, *, model: StepModel | None
         stream, name = _once(subject)
         spans.append(Span(stream, max(0.0, clock + added - once), clock + added, name))
     clock += added
+    if pieces.copied_once:
+        spans.append(Span("copy", clock, clock + pieces.copied_once, "offloaded gradients and parameters"))
+        clock += pieces.copied_once
     spans.append(Span("compute", clock, clock + pieces.optimizer, "optimizer"))
     clock += pieces.optimizer + stack.step_overhead_seconds
     return Timeline.build(spans, seconds=clock, rank=rank).with_idle()
@@ -74,6 +78,7 @@ class _Part(NamedTuple):
     again: float  # of the compute, what is recomputed; it comes first
     between: tuple[tuple[str, float, float], ...]  # stream, exposed seconds, hidden seconds
     beside: tuple[tuple[str, float, str], ...]  # stream, seconds, name
+    copied: float = 0.0  # to or from the host; nothing else runs meanwhile
 
     def lay(self, hides: float, slowdown: float) -> tuple[list[Span], float]:
         """Spans from 0 on, and the end."""
@@ -98,7 +103,9 @@ class _Part(NamedTuple):
         for stream, seconds, name in self.beside:
             spans.append(Span(stream, clock, clock + seconds, name))
             clock += seconds
-        return spans, total
+        if self.copied:
+            spans.append(Span("copy", total, total + self.copied, f"offload of {self.name}"))
+        return spans, total + self.copied
 
 
 class _Stage:
@@ -130,12 +137,11 @@ class _Stage:
 
 
 def _stages(subject: Subject, pieces: Pieces) -> list[_Stage]:
-    """Layer l is on stage l · stages // layers, as in `planner/step.py`; the head is on the last."""
-    layout, model, stack = subject.layout, subject.model, subject.stack
+    """The head is on the last."""
+    layout, stack = subject.layout, subject.stack
     count = layout.pp * layout.virtual_stages if layout.pp > 1 else 1
     stages = []
-    for stage in range(count):
-        layers = range(-(-stage * model.layers // count), -(-(stage + 1) * model.layers // count))
+    for stage, layers in enumerate(cut_of(subject, count)):
         forward = [_layer(subject, pieces, index, backward=False) for index in layers]
         backward = [_layer(subject, pieces, index, backward=True) for index in reversed(layers)]
         if stage == count - 1:
@@ -147,7 +153,8 @@ def _stages(subject: Subject, pieces: Pieces) -> list[_Stage]:
 
 def _layer(subject: Subject, pieces: Pieces, index: int, *, backward: bool) -> _Part:
     """A third of the traffic within a layer belongs to the forward, the rest to the backward."""
-    layer, data, stack = pieces.layers[index >= pieces.dense_layers], pieces.data, subject.stack
+    kind = index >= pieces.dense_layers
+    layer, copies, data, stack = pieces.layers[kind], pieces.copies[kind], pieces.data, subject.stack
     hides = {
         "context": stack.hides_context,
         "expert": stack.hides_expert,
@@ -160,15 +167,17 @@ def _layer(subject: Subject, pieces: Pieces, index: int, *, backward: bool) -> _
             between.append((stream, exposed, exposed * share / (1 - share)))
     inside = sum(exposed for _, exposed, _ in between)
     if not backward:
+        copied = copies.forward
         beside = [("all_gather", data.gather_forward, "gather of a layer's parameters")]
         name, compute, again = f"forward of layer {index}", layer.forward - inside, 0.0
     else:
+        copied = copies.backward
         beside = [
             ("all_gather", data.gather_backward, "gather of a layer's parameters"),
             ("reduce_scatter", data.reduce, "reduction of a layer's gradients"),
         ]
         name, compute, again = f"backward of layer {index}", layer.backward - inside, layer.recompute
-    return _Part(name, compute, again, tuple(between), tuple(item for item in beside if item[1]))
+    return _Part(name, compute, again, tuple(between), tuple(item for item in beside if item[1]), copied)
 
 
 def _once(subject: Subject) -> tuple[str, str]:

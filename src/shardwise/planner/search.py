@@ -1,36 +1,39 @@
 """Search: every legal layout of a model on a cluster, the fastest that fit first.
 
-Three passes. All legal degrees are listed and timed with closed-form bubbles (some ten microseconds each). They are
-walked from the best on, and the memory of each is predicted until enough fit. The survivors' pipelines are then
-simulated, and they are ranked again.
+The layouts of one tp, cp, pp and ep make a Space, times each (loss, offload). A Space is timed as a whole with
+closed-form bubbles, and what a lower bound of the memory rules out is dropped as a whole. What is left of all Spaces is
+walked from the fastest on, and memory is predicted, until enough fit. A Space with a chunked loss or with offloading is
+no faster than without, so it is timed only once the walk has come to where it could begin: nothing is passed over.
+GPipe is in the space too, but by the closed forms it takes as long as 1F1B, which needs no more memory and comes first.
+The survivors' pipelines are then simulated, and they are ranked again.
 """
 
 from __future__ import annotations
 
+import heapq
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any
 
-from shardwise.planner.memory import Verdict, predict_memory, verdict
+import numpy as np
+
+from shardwise.planner.candidates import spaces, variants
+from shardwise.planner.estimate import Estimates, Space
+from shardwise.planner.memory import Verdict, capacity_bytes, predict_memory
+from shardwise.planner.memory.bound import least_used
+from shardwise.planner.offload import verdict_of
 from shardwise.planner.recompute import recompute_of
 from shardwise.planner.stacks import Stack
 from shardwise.planner.step import StepModel, StepTime
-from shardwise.planner.subject import Subject, assumed_micro_batches
+from shardwise.planner.subject import Subject, subject_of
 from shardwise.spec import Cluster, InputError, Layout, Model, Recipe
-from shardwise.spec.legality import divisors, enough_micro_batches, illegal, untrainable
+from shardwise.spec.legality import untrainable
 from shardwise.spec.memory import Memory
 
-_MICRO_BATCHES = (1, 2, 4, 8, 16, 32, 64)
-_SCHEDULES = (("1f1b", (1,)), ("interleaved", (2, 3, 4, 5, 6, 8)), ("interleaved-zb", (2, 4)), ("zbv", (2,)),
-              ("dualpipev", (2,)))  # fmt: skip
-_RECOMPUTES = ("none", "selective", "full")
 _KEPT = 24  # sets of degrees whose pipelines are simulated, at least: closed forms rank them only roughly
-_PREDICTED = 8000  # memories that are predicted at the most
 
-# A subject with its degrees, its micro-batches, recompute policy, and (schedule, virtual stages).
-Choice = tuple[Subject, int, str, tuple[str, int]]
+Index = tuple[int, ...]  # of a split, a size, a recompute policy and a schedule
 
 
 @dataclass(frozen=True)
@@ -74,149 +77,159 @@ def search(
     """
     began = time.perf_counter()
     rejected: Counter[str] = Counter()
-    timed: list[tuple[float, int, Choice]] = []
-    base = Subject(model, Layout.load({}), cluster, stack, recipe.sequence, 1)
+    base = subject_of(model, Layout.load({}), cluster, stack, recipe, 1)
     steps = StepModel(base)
-    for layout, micro_batches, recompute, schedules in candidates(model, cluster, recipe, rejected):
-        if trainable and any(untrainable(model, layout.model_copy(update={"recompute": recompute}))):
-            continue
-        subject = replace(base, layout=layout, recompute=recompute_of(recompute))
-        tokens = layout.data_ranks * layout.micro_batch * micro_batches
-        for choice, seconds in zip(schedules, steps.estimate(subject, micro_batches, schedules), strict=True):
-            timed.append((seconds / tokens, len(timed), (subject, micro_batches, recompute, choice)))
-    if not timed:
+    legal = spaces(model, cluster, recipe, rejected)
+    if trainable:
+        legal = [kept for space in legal if (kept := _trainable(space, model))]
+    streams = [
+        _Stream(base, space, times, loss, offload)
+        for space, times in [(space, Estimates(steps, base, space)) for space in legal]
+        for loss, offload in variants(cluster)
+        if not trainable or _can_train(model, space.splits[0], loss=loss, offload=offload)
+    ]
+    if not streams:
         raise InputError(
             f"no layout of {model.name} on {cluster.gpus} × {cluster.gpu.name} is legal: "
             + "; ".join(f"{count} × {reason}" for reason, count in rejected.most_common(5))
         )
-    timed.sort()
-    found = _fitting((choice for _, _, choice in timed), steps, rejected, most=max(_KEPT, 3 * top))
+    found = _walk(streams, steps, rejected, most=max(_KEPT, 3 * top))
     found.sort(key=lambda item: (item.verdict == "oom", -item.tokens_per_second))
-    return Search(tuple(found[:top]), dict(rejected), len(timed), time.perf_counter() - began)
+    searched = sum(stream.count for stream in streams)
+    return Search(tuple(found[:top]), dict(rejected), searched, time.perf_counter() - began)
 
 
-def _subject(choice: Choice) -> Subject:
-    subject, micro_batches, recompute, (schedule, virtual) = choice
-    changes = {"schedule": schedule, "virtual_stages": virtual, "recompute": recompute}
-    layout = Layout.load(subject.layout.model_copy(update=changes).model_dump())
-    return replace(subject, layout=layout, micro_batches=micro_batches)
+def _can_train(model: Model, layout: Layout, **changes: object) -> bool:
+    return not any(untrainable(model, layout.model_copy(update=changes)))
 
 
-def _fitting(choices: Iterable[Choice], steps: StepModel, rejected: Counter[str], most: int) -> list[Found]:
-    """Walk from the fastest on; keep the first of each set of degrees that fits. Where none does, the leanest."""
+def _trainable(space: Space, model: Model) -> Space | None:
+    """What `train` can run of a Space."""
+    splits = tuple(split for split in space.splits if _can_train(model, split))
+    recomputes = tuple(name for name in space.recomputes if splits and _can_train(model, splits[0], recompute=name))
+    return replace(space, splits=splits, recomputes=recomputes) if recomputes else None
+
+
+class _Stream:
+    """The layouts of a Space with one loss kernel and one kind of offloading, the fastest first, without those that the
+    bound of the memory rules out."""
+
+    def __init__(self, base: Subject, space: Space, times: Estimates, loss: str, offload: str):
+        self.base, self.space, self.times = base, space, times
+        self.changes = {"loss": loss, "offload": offload}
+        self.shape = len(space.splits), len(space.sizes), len(space.recomputes), len(space.schedules)
+        self.degrees = [
+            (split.dp_replicate, split.dp_shard, split.tp, split.cp, split.pp, split.ep) for split in space.splits
+        ]
+        self.allowed = np.broadcast_to(np.array(space.allowed)[:, None], self.shape[1:])
+        self.count = len(space.splits) * int(self.allowed.sum())
+        self.order: np.ndarray[Any, np.dtype[np.intp]] | None = None
+
+    def open(self) -> int:
+        """Time all; the number of those that are left out."""
+        seconds = self.times.seconds(**self.changes)
+        tokens = [self.space.splits[0].data_ranks * size * number for size, number in self.space.sizes]
+        seconds = np.where(self.allowed, seconds / np.array(tokens)[:, None, None], np.inf).ravel()
+        self.used = np.where(self.allowed, least_used(self.base, self.space, **self.changes), np.inf).ravel()
+        capacity = capacity_bytes(self.base.cluster.gpu)
+        left = np.flatnonzero(np.isfinite(seconds) & (self.used <= (np.inf if capacity is None else capacity)))
+        self.fastest = float(seconds.min())
+        self.order = left[np.argsort(seconds[left], kind="stable")]
+        self.seconds, self.place = seconds[self.order], 0
+        return self.count - len(left)
+
+    def subject(self, index: Index) -> Subject:
+        split, size, recompute, schedule = index
+        space = self.space
+        name, virtual = space.schedules[schedule]
+        micro_batch, micro_batches = space.sizes[size]
+        changes = {"micro_batch": micro_batch, "recompute": space.recomputes[recompute], "schedule": name}
+        layout = space.splits[split].model_copy(update={**self.changes, **changes, "virtual_stages": virtual})
+        again = recompute_of(space.recomputes[recompute])
+        return replace(self.base, layout=layout, micro_batches=micro_batches, recompute=again)
+
+    def index(self, place: int) -> Index:
+        _, sizes, recomputes, schedules = self.shape
+        place, schedule = divmod(place, schedules)
+        place, recompute = divmod(place, recomputes)
+        return (*divmod(place, sizes), recompute, schedule)
+
+
+def _walk(streams: list[_Stream], steps: StepModel, rejected: Counter[str], most: int) -> list[Found]:
+    """From the fastest on, the first of each set of degrees that fits. Where none does, the leanest of all."""
     found: dict[tuple[int, ...], Found] = {}
     memories = _Memories()
-    for choice in choices:
-        layout = choice[0].layout
-        degrees = (layout.dp_replicate, layout.dp_shard, layout.tp, layout.cp, layout.pp, layout.ep)
-        if degrees in found:
-            continue
-        fitting = memories.fitting(choice)
-        if fitting is None:
-            rejected["out of memory"] += 1
+    queue: list[tuple[float, int]] = []
+    plain: dict[int, float] = {}  # the least time of a Space
+    refused = 0
+    for number, stream in enumerate(streams):
+        if id(stream.space) not in plain:
+            refused += stream.open()
+            plain[id(stream.space)] = 0.9 * stream.fastest  # pieces of the loss may fill a chip a little better
+            if len(stream.seconds):
+                heapq.heappush(queue, (float(stream.seconds[0]), number))
         else:
-            subject, memory, judged = fitting
-            found[degrees] = Found(subject, steps.predict(subject), memory, judged)
-        if len(found) >= most or memories.predicted >= _PREDICTED:
-            break
-    if not found and memories.leanest:
-        subject, memory = memories.leanest
-        return [Found(subject, steps.predict(subject), memory, "oom")]
-    return list(found.values())
+            heapq.heappush(queue, (plain[id(stream.space)], number))
+    most = min(most, len({degrees for stream in streams for degrees in stream.degrees}))
+    while queue and len(found) < most:
+        number = heapq.heappop(queue)[1]
+        stream = streams[number]
+        if stream.order is None:
+            if all(degrees in found for degrees in stream.degrees):
+                continue
+            refused += stream.open()
+        else:
+            index = stream.index(int(stream.order[stream.place]))
+            stream.place += 1
+            degrees = stream.degrees[index[0]]
+            if degrees not in found:
+                fitting = memories.fitting(stream, number, index)
+                if fitting is None:
+                    refused += 1
+                else:
+                    subject, memory, judged = fitting
+                    found[degrees] = Found(subject, steps.predict(subject), memory, judged)
+        if stream.place < len(stream.seconds):
+            heapq.heappush(queue, (float(stream.seconds[stream.place]), number))
+    if refused:
+        rejected["out of memory"] = refused
+    return list(found.values()) or [_leanest(streams, steps)]
+
+
+def _leanest(streams: list[_Stream], steps: StepModel) -> Found:
+    """Of the least of each stream, by the bound, the leanest."""
+    least = sorted(streams, key=lambda stream: float(stream.used.min()))[:50]
+    subjects = [stream.subject(stream.index(int(stream.used.argmin()))) for stream in least]
+    memory, subject = min(((predict_memory(item), item) for item in subjects), key=lambda pair: pair[0].live)
+    return Found(_loaded(subject), steps.predict(subject), memory, "oom")
+
+
+def _loaded(subject: Subject) -> Subject:
+    """With its layout checked."""
+    return replace(subject, layout=Layout.load(subject.layout.model_dump()))
 
 
 class _Memories:
-    """Memory of choices, predicted as seldom as possible: a larger micro-batch never needs less, and where even full
-    recompute of one sequence does not fit, nothing of the same degrees and schedule does."""
+    """Memory, predicted as seldom as possible: what did not fit does not fit with a larger micro-batch either, or with
+    fewer shards, or with less recompute."""
 
     def __init__(self) -> None:
-        self.predicted = 0
-        self.leanest: tuple[Subject, Memory] | None = None
-        self._too_large: dict[tuple[object, ...], int] = {}  # smallest micro-batch that was seen not to fit
-        self._hopeless: dict[tuple[object, ...], bool] = {}
+        self._too_large: dict[Index, list[tuple[int, int]]] = {}  # (micro-batch, shards)
 
-    def fitting(self, choice: Choice) -> tuple[Subject, Memory, Verdict] | None:
-        base, _, recompute, schedule = choice
-        layout = base.layout
-        degrees = (layout.dp_replicate, layout.dp_shard, layout.tp, layout.cp, layout.pp, layout.ep, layout.zero)
-        family = (degrees, schedule)
-        if family not in self._hopeless:
-            least = replace(base, layout=layout.model_copy(update={"micro_batch": 1}), recompute=recompute_of("full"))
-            micro_batches = choice[1] * layout.micro_batch
-            self._hopeless[family] = self._predict((least, micro_batches, "full", schedule))[2] == "oom"
-        key = (family, recompute)
-        if self._hopeless[family] or layout.micro_batch >= self._too_large.get(key, layout.micro_batch + 1):
-            return None
-        subject, memory, judged = self._predict(choice)
-        if judged == "oom":
-            self._too_large[key] = layout.micro_batch
-            return None
-        return subject, memory, judged
-
-    def _predict(self, choice: Choice) -> tuple[Subject, Memory, Verdict]:
-        self.predicted += 1
-        subject = _subject(choice)
+    def fitting(self, stream: _Stream, number: int, index: Index) -> tuple[Subject, Memory, Verdict] | None:
+        _, size, recompute, schedule = index
+        space, split = stream.space, stream.space.splits[index[0]]
+        micro_batch, micro_batches = space.sizes[size]
+        # Gradients are held from one micro-batch to the next: two need more than one, and with zero 2 three than two.
+        alike = number, split.zero, schedule, min(micro_batches, 3)
+        for leaner in range(recompute, len(space.recomputes)):
+            for least, shards in self._too_large.get((*alike, leaner), ()):
+                if least <= micro_batch and shards >= split.dp_shard:
+                    return None
+        subject = stream.subject(index)
         memory = predict_memory(subject)
-        judged = verdict(memory, subject.cluster.gpu)
-        if judged == "oom" and (self.leanest is None or memory.live < self.leanest[1].live):
-            self.leanest = subject, memory
-        return subject, memory, judged
-
-
-def candidates(
-    model: Model, cluster: Cluster, recipe: Recipe, rejected: Counter[str]
-) -> Iterator[tuple[Layout, int, str, list[tuple[str, int]]]]:
-    """Every legal set of degrees with its micro-batch, number of micro-batches and recompute policy, and the (schedule,
-    virtual stages) that it allows. What is refused is counted in `rejected`, by reason."""
-    batch = recipe.batch_sequences if recipe.batch_tokens else None
-    for layout in _degrees(model, cluster):
-        problem = next(illegal(model, layout, recipe.model_copy(update={"batch_tokens": None})), None)
-        if problem:
-            rejected[_reason(problem)] += 1
-            continue
-        for micro_batch in _MICRO_BATCHES:
-            micro_batches = assumed_micro_batches(layout)
-            if batch is not None:
-                if batch % (layout.data_ranks * micro_batch):
-                    rejected["the batch does not divide over data ranks and micro-batches"] += 1
-                    continue
-                micro_batches = batch // (layout.data_ranks * micro_batch)
-            schedules = _schedules(model, layout.pp, micro_batches, rejected)
-            if schedules:
-                chosen = layout.model_copy(update={"micro_batch": micro_batch})
-                for recompute in _RECOMPUTES:
-                    yield chosen, micro_batches, recompute, schedules
-
-
-def _schedules(model: Model, pipeline: int, micro_batches: int, rejected: Counter[str]) -> list[tuple[str, int]]:
-    if pipeline == 1:
-        return [("1f1b", 1)]
-    allowed = []
-    for schedule, chunks in _SCHEDULES:
-        if not enough_micro_batches(schedule, pipeline, micro_batches):
-            rejected[f"{schedule} cannot do so few micro-batches, or not that number"] += 1
-            continue
-        allowed += [(schedule, virtual) for virtual in chunks if pipeline * virtual <= model.layers]
-    return allowed
-
-
-def _degrees(model: Model, cluster: Cluster) -> Iterator[Layout]:
-    """All products of degrees that make the number of chips; tensor parallelism stays within the fast domain."""
-    gpus, domain = cluster.gpus, min(cluster.gpus, cluster.gpu.domain)
-    for tp in (n for n in divisors(gpus) if n <= domain):
-        for pp in (n for n in divisors(gpus // tp) if n <= model.layers):
-            for cp in divisors(gpus // (tp * pp)):
-                data = gpus // (tp * pp * cp)
-                for shard in divisors(data):
-                    for ep in divisors(shard * cp * tp) if model.experts else [1]:
-                        stages: tuple[Literal[0, 2, 3], ...] = (0,) if shard == 1 else (2, 3)
-                        for zero in stages:
-                            yield Layout.model_construct(
-                                dp_replicate=data // shard, dp_shard=shard, tp=tp, cp=cp, pp=pp, ep=ep, zero=zero
-                            )
-
-
-def _reason(problem: str) -> str:
-    """A refusal without its numbers, so that equal ones can be counted."""
-    words = [word for word in problem.split(";")[0].split() if not any(char.isdigit() for char in word)]
-    return " ".join(words)
+        judged = verdict_of(subject, memory)
+        if judged == "oom":
+            self._too_large.setdefault((*alike, recompute), []).append((micro_batch, split.dp_shard))
+            return None
+        return _loaded(subject), memory, judged

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from shardwise.planner.memory import predict_memory, verdict
-from shardwise.planner.recompute import recompute_of
+from shardwise.planner.memory import predict_memory
+from shardwise.planner.offload import verdict_of
 from shardwise.planner.search import Found
 from shardwise.planner.stacks import Stack
 from shardwise.planner.step import StepModel
-from shardwise.planner.subject import Subject, assumed_micro_batches
+from shardwise.planner.subject import assumed_micro_batches, subject_of
 from shardwise.spec import Cluster, InputError, Layout, Model, Recipe
 from shardwise.spec.legality import illegal, schedule_problems
 
@@ -43,21 +43,13 @@ def judge(
     *,
     steps: StepModel | None = None,
 ) -> Found:
-    """Its predictions. `steps`: a StepModel of the same model, cluster and stack, to save time.
+    """Its predictions. `steps`: a StepModel of the same model, cluster, stack and precision, to save time.
 
     Raises InputError with every reason why the layout cannot run, or where the chip's figures are not known.
     """
     reasons = list(refusals(model, layout, cluster, recipe))
     if reasons:
         raise InputError("\n".join(reasons))
-    subject = Subject(
-        model,
-        layout,
-        cluster,
-        stack,
-        recipe.sequence,
-        micro_batches_of(layout, recipe),
-        recompute=recompute_of(layout.recompute),
-    )
+    subject = subject_of(model, layout, cluster, stack, recipe, micro_batches_of(layout, recipe))
     memory = predict_memory(subject)
-    return Found(subject, (steps or StepModel(subject)).predict(subject), memory, verdict(memory, cluster.gpu))
+    return Found(subject, (steps or StepModel(subject)).predict(subject), memory, verdict_of(subject, memory))

@@ -5,11 +5,20 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from shardwise.planner.collectives import hop_seconds
-from shardwise.planner.compute import Speed
-from shardwise.planner.parameters import layer_parameters, outer_parameters
+from shardwise.planner.memory.units import CHUNKS
+from shardwise.planner.offload import (
+    ADAMW_BYTES,
+    Copies,
+    host_update_seconds,
+    layer_copies,
+    step_copies,
+    updated_parameters,
+)
+from shardwise.planner.parameters import layer_parameters
 from shardwise.planner.pipeline import simulate
 from shardwise.planner.schedules import order, stages_of, steady_micro_batches
 from shardwise.planner.stacks import Stack
+from shardwise.planner.stages import cut_of
 from shardwise.planner.subject import Subject
 from shardwise.planner.traffic import DataTraffic, context_seconds, data_traffic, expert_seconds, tensor_seconds
 from shardwise.planner.work import Work, block_work, head_work
@@ -44,8 +53,10 @@ class Pieces:
     dense_layers: int  # how many are of the first one's kind; where all are alike, 0
     head: tuple[float, float]  # output head and loss: forward, backward
     data: DataTraffic
+    copies: tuple[Copies, Copies]  # to and from the host, of the first and the last layer
     hop: float  # from one pipeline rank to the next
     optimizer: float
+    copied_once: float  # between the last backward and the end of the step: gradients and parameters
 
 
 def predict_step(subject: Subject) -> StepTime:
@@ -70,81 +81,74 @@ class StepModel:
     def predict(self, subject: Subject) -> StepTime:
         """The step, its pipeline simulated."""
         layout, model, stack = subject.layout, subject.model, subject.stack
-        tokens = layout.micro_batch * subject.sequence / layout.cp
-        data = self._data_of(subject)
-        dense = model.experts.dense_layers if model.experts else 0
-        first, last = self._layer(subject, tokens, 0), self._layer(subject, tokens, model.layers - 1)
-
+        pieces = self.pieces(subject)
+        data, dense, last = pieces.data, pieces.dense_layers, pieces.layers[1]
         stages = layout.pp * layout.virtual_stages if layout.pp > 1 else 1
-        costs = [
+        without = [
             (
-                _beside(kind.forward, data.gather_forward, stack),
-                _beside(kind.backward, data.gather_backward + data.reduce, stack),
+                beside(kind.forward, data.gather_forward, stack),
+                beside(kind.backward, data.gather_backward + data.reduce, stack),
             )
-            for kind in (first, last)
+            for kind in pieces.layers
+        ]
+        costs = [
+            (forward + copies.forward, backward + copies.backward)
+            for (forward, backward), copies in zip(without, pieces.copies, strict=True)
         ]
         forward, backward = [0.0] * stages, [0.0] * stages
-        for stage in range(stages):
-            begin, end = -(-stage * model.layers // stages), -(-(stage + 1) * model.layers // stages)
-            few = max(0, min(end, dense) - begin)
-            forward[stage] = few * costs[0][0] + (end - begin - few) * costs[1][0]
-            backward[stage] = few * costs[0][1] + (end - begin - few) * costs[1][1]
-        head = self._head(subject, tokens)
-        forward[-1] += head[0]
-        backward[-1] += head[1]
-        busy, total, bubble = _simulated(subject, forward, backward, tokens)
+        for stage, here in enumerate(cut_of(subject, stages)):
+            few = max(0, min(here.stop, dense) - here.start)
+            forward[stage] = few * costs[0][0] + (len(here) - few) * costs[1][0]
+            backward[stage] = few * costs[0][1] + (len(here) - few) * costs[1][1]
+        forward[-1] += pieces.head[0]
+        backward[-1] += pieces.head[1]
+        busy, total, bubble = _simulated(subject, forward, backward, pieces.hop)
 
         hidden = min(data.once * stack.hides_data, max(backward) * (layout.virtual_stages if stages > 1 else 1))
         once = data.once - hidden * (1 - stack.slowdown)
-        optimizer = _optimizer_seconds(subject, self._speed)
         count = model.layers / layout.pp * subject.micro_batches
         inside = last.tensor + last.context + last.expert + last.recompute
-        exposed = sum(kind_cost - kind for kind_cost, kind in zip(costs[1], (last.forward, last.backward), strict=True))
+        exposed = sum(without[1]) - last.forward - last.backward
+        copied = sum(costs[1]) - sum(without[1])
         parts = {
-            "compute": busy - count * (inside + exposed),
+            "compute": busy - count * (inside + exposed + copied),
             "recompute": count * last.recompute,
             "tensor": count * last.tensor,
             "context": count * last.context,
             "expert": count * last.expert,
             "data": once + count * exposed,
+            "offload": pieces.copied_once + count * copied,
             "bubble": total - busy,
-            "optimizer": optimizer,
+            "optimizer": pieces.optimizer,
         }
-        return StepTime(total + once + optimizer + stack.step_overhead_seconds, parts, bubble)
+        after = once + pieces.copied_once + pieces.optimizer
+        return StepTime(total + after + stack.step_overhead_seconds, parts, bubble)
 
     def pieces(self, subject: Subject) -> Pieces:
         """The durations that `predict` puts together."""
-        model = subject.model
-        tokens = subject.layout.micro_batch * subject.sequence / subject.layout.cp
+        model, layout = subject.model, subject.layout
+        tokens = layout.micro_batch * subject.sequence / layout.cp
+        dense = model.experts.dense_layers if model.experts else 0
+        updated = updated_parameters(subject)
+        on_host = layout.offload in ("optimizer", "parameters")
         return Pieces(
             layers=(self._layer(subject, tokens, 0), self._layer(subject, tokens, model.layers - 1)),
-            dense_layers=model.experts.dense_layers if model.experts else 0,
+            dense_layers=dense,
             head=self._head(subject, tokens),
             data=self._data_of(subject),
+            copies=(
+                self._copies(subject, 0, moe=model.experts is not None and not dense),
+                self._copies(subject, model.layers - 1, moe=model.experts is not None),
+            ),
             hop=_hop(subject, tokens),
-            optimizer=_optimizer_seconds(subject, self._speed),
+            optimizer=host_update_seconds(subject, updated)
+            if on_host
+            else ADAMW_BYTES * updated / self._speed.bytes_per_second,
+            copied_once=step_copies(subject, updated),
         )
 
-    def estimate(self, subject: Subject, micro_batches: int, schedules: list[tuple[str, int]]) -> list[float]:
-        """Seconds of a step under each (schedule, virtual stages), for ranking many: as `predict`, with closed-form
-        bubbles and a pipeline cut into equal numbers of layers."""
-        layout, model, stack = subject.layout, subject.model, subject.stack
-        tokens = layout.micro_batch * subject.sequence / layout.cp
-        data, layer = self._data_of(subject), self._layer(subject, tokens, model.layers - 1)
-        forward = _beside(layer.forward, data.gather_forward, stack)
-        each = forward + _beside(layer.backward, data.gather_backward + data.reduce, stack)
-        head, layers, ranks = sum(self._head(subject, tokens)), model.layers, layout.pp
-        once = data.once * (1 - stack.hides_data * (1 - stack.slowdown))
-        fixed = once + _optimizer_seconds(subject, self._speed) + stack.step_overhead_seconds
-        seconds = []
-        for schedule, virtual in schedules:
-            stages = ranks * virtual
-            full = -(-layers // stages)  # layers of the fullest stage
-            last = full * (virtual - 1) + max(0, layers - full * (stages - 1)) if schedule != "zbv" else full
-            busy = micro_batches * max(virtual * full * each, last * each + head, (layers * each + head) / ranks)
-            bubble = (ranks - 1) * (layers * each + head) / ranks * bubble_share(schedule, virtual)
-            seconds.append(busy + bubble + fixed)
-        return seconds
+    def _copies(self, subject: Subject, layer: int, *, moe: bool) -> Copies:
+        return layer_copies(subject, moe=moe, parameters=layer_parameters(subject.model, subject.layout, layer))
 
     def _layer(self, subject: Subject, tokens: float, index: int) -> _Layer:
         layout, stack, model = subject.layout, subject.stack, subject.model
@@ -167,14 +171,16 @@ class StepModel:
             )
         )
         hides_tensor = max(stack.hides_tensor, 0.6 if layout.async_tp else 0.0)
+        rotation = [work.rotated * moved / speed.bytes_per_second for moved in stack.rotation(speed.width)]
+        recompute += again.traffic * rotation[0]
         tensor = (1 - hides_tensor) * tensor_seconds(subject, tokens, recomputed=again.gemm >= 1)
         context = (1 - stack.hides_context) * context_seconds(subject, tokens)
         expert = 0.0 if dense else (1 - stack.hides_expert) * expert_seconds(subject, tokens, again.gemm >= 1)
         third = (tensor + context + expert) / 3
         overhead = stack.layer_overhead_seconds + (0.0 if dense else stack.expert_overhead_seconds)
         self._layers[key] = _Layer(
-            forward=speed.forward_seconds(work) + third + overhead,
-            backward=speed.backward_seconds(work) + recompute + 2 * third + 2 * overhead,
+            forward=speed.forward_seconds(work) + rotation[0] + third + overhead,
+            backward=speed.backward_seconds(work) + rotation[1] + recompute + 2 * third + 2 * overhead,
             tensor=tensor,
             context=context,
             expert=expert,
@@ -183,15 +189,27 @@ class StepModel:
         return self._layers[key]
 
     def _head(self, subject: Subject, tokens: float) -> tuple[float, float]:
-        """Forward and backward of output head and loss."""
-        key = (tokens, subject.layout.tp)
+        """Forward and backward of output head and loss.
+
+        A chunked loss (model/chunked_loss.py) makes the logits piece by piece, and of each piece at once its gradients
+        with respect to input and weight: the same products in pieces and the same traffic of the loss, all in the
+        forward. Nothing is made twice. On top come the sum of the weight's gradient in fp32 (10 bytes for each piece)
+        and the backward, which only scales both gradients and casts the weight's (4 and 14 bytes).
+        """
+        layout = subject.layout
+        key = (tokens, layout.tp, layout.loss)
         if key not in self._heads:
-            work, speed = head_work(subject.model, subject.layout, tokens), self._speed
+            speed, pieces = self._speed, CHUNKS if layout.loss == "chunked" else 1
+            work = head_work(subject.model, layout, tokens / pieces)
             once = work.traffic_bytes / speed.bytes_per_second  # the backward moves as much as the forward, not twice
-            self._heads[key] = (
-                speed.forward_seconds(work, head=True),
-                speed.backward_seconds(work, head=True) - once,
-            )
+            forward = speed.forward_seconds(work, head=True)
+            backward = speed.backward_seconds(work, head=True) - once
+            if layout.loss == "chunked":
+                hidden, columns = subject.model.hidden, subject.model.vocabulary / layout.tp
+                summed = 10 * columns * hidden / speed.bytes_per_second
+                forward = pieces * (forward + backward + summed)
+                backward = (4 * tokens + 14 * columns) * hidden / speed.bytes_per_second
+            self._heads[key] = forward, backward
         return self._heads[key]
 
     def _data_of(self, subject: Subject) -> DataTraffic:
@@ -202,16 +220,14 @@ class StepModel:
         return self._data[key]
 
 
-def _beside(compute: float, communication: float, stack: Stack) -> float:
+def beside(compute: float, communication: float, stack: Stack) -> float:
     """Compute with communication that may hide behind it."""
     hidden = communication * stack.hides_data
     exposed = communication - hidden
     return max(compute + stack.slowdown * min(hidden, compute), hidden) + exposed
 
 
-def _simulated(
-    subject: Subject, forward: list[float], backward: list[float], tokens: float
-) -> tuple[float, float, float]:
+def _simulated(subject: Subject, forward: list[float], backward: list[float], hop: float) -> tuple[float, float, float]:
     """Busy seconds of the busiest rank, seconds of all micro-batches through the pipeline, bubble share."""
     layout, micro_batches = subject.layout, subject.micro_batches
     if layout.pp == 1:
@@ -223,7 +239,7 @@ def _simulated(
     seconds: dict[tuple[int, str], float] = {}
     for stage, (f, b) in enumerate(zip(forward, backward, strict=True)):
         seconds |= {(stage, "F"): f, (stage, "B"): b, (stage, "I"): b / 2, (stage, "W"): b / 2}
-    run = simulate(order(layout.schedule, layout.pp, few, layout.virtual_stages), seconds, _hop(subject, tokens))
+    run = simulate(order(layout.schedule, layout.pp, few, layout.virtual_stages), seconds, hop)
     total = run.seconds + (micro_batches - few) * max(per_micro_batch)
     busy = micro_batches * max(per_micro_batch)
     return busy, total, 1 - micro_batches * sum(per_micro_batch) / layout.pp / total
@@ -235,20 +251,3 @@ def _hop(subject: Subject, tokens: float) -> float:
     payload = 2 * tokens * subject.model.hidden / (layout.tp if subject.sequence_parallel else 1)
     stride = layout.tp * layout.cp * layout.data_ranks
     return hop_seconds(gpu, payload, across=stride >= gpu.domain)
-
-
-def bubble_share(schedule: str, virtual: int) -> float:
-    """The bubble over that of 1F1B, whose ranks each wait for (p - 1) micro-batches."""
-    shares = {"interleaved": 1 / virtual, "interleaved-zb": 0.5 / virtual, "zbv": 0.15, "dualpipev": 0.3}
-    return shares.get(schedule, 1.0)
-
-
-def _optimizer_seconds(subject: Subject, speed: Speed) -> float:
-    """AdamW reads and writes about 30 bytes per parameter that the rank updates."""
-    layout = subject.layout
-    held = layer_parameters(subject.model, layout, subject.model.layers - 1) * subject.model.layers / layout.pp
-    held += outer_parameters(subject.model, layout)
-    sharded = layout.dp_shard * layout.cp if layout.zero else 1
-    if layout.zero == 1:
-        sharded = layout.data_ranks * layout.cp
-    return 30 * held / sharded / speed.bytes_per_second

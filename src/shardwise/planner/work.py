@@ -28,7 +28,8 @@ class Work:
 
     gemms: tuple[Gemm, ...] = ()
     attention_flops: float = 0.0
-    traffic_bytes: float = 0.0  # read and written by everything that is neither product nor attention
+    traffic_bytes: float = 0.0  # read and written by everything that is neither product, attention nor rotation
+    rotated: float = 0.0  # elements of queries and keys that a rotary embedding turns
 
     @property
     def gemm_flops(self) -> float:
@@ -39,6 +40,7 @@ class Work:
             self.gemms + other.gemms,
             self.attention_flops + other.attention_flops,
             self.traffic_bytes + other.traffic_bytes,
+            self.rotated + other.rotated,
         )
 
 
@@ -46,8 +48,6 @@ class Work:
 # token and inner unit of the MLP (activation and product), when compiled or fused.
 _BLOCK_VALUES = 14
 _MLP_VALUES = 4
-# Rotary embedding per token and element of queries and keys: read and written, in fp32 on the way.
-_ROPE_VALUES = 6
 
 
 def attention_work(model: Model, layout: Layout, tokens: float, sequence: int) -> Work:
@@ -73,10 +73,10 @@ def attention_work(model: Model, layout: Layout, tokens: float, sequence: int) -
         window = model.sliding_window
         keys = window * (1 - (window - 1) / (2 * sequence))
     traffic = _BLOCK_VALUES * 2 * tokens * hidden / tp
+    rotated = 0.0
     if model.positions == "rope":
         rotated = heads * model.latent.rope_dim if model.latent else (heads + model.kv_heads / tp) * model.head_dim
-        traffic += _ROPE_VALUES * 2 * tokens * rotated
-    return Work(gemms, 2 * tokens * keys * heads * score_dims, traffic)
+    return Work(gemms, 2 * tokens * keys * heads * score_dims, traffic, tokens * rotated)
 
 
 def mlp_work(model: Model, layout: Layout, tokens: float, ffn: int) -> Work:

@@ -13,6 +13,7 @@ _FAR = 3.0  # from this ratio on, a change is a factor and not a percentage
 # name of the figure: label, format
 _ROWS = {
     "gpus": ("GPUs", ",.0f"),
+    "precision": ("precision", ""),
     "step_seconds": ("step s", ".3f"),
     "tokens_per_second_per_gpu": ("tokens/s/GPU", ",.0f"),
     "mfu": ("MFU", ".1%"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from shardwise.planner.explanation import Explanation
+from shardwise.planner.stacks import generation
 from shardwise.report.plan_table import layout_words
 from shardwise.spec.memory import GIB, OUTSIDE, PARTS, Memory
 from shardwise.timeline import draw
@@ -38,17 +39,18 @@ def explanation_text(explanation: Explanation) -> str:
 def _memory(explanation: Explanation) -> list[str]:
     memory, capacity = explanation.memory, explanation.capacity
     low, _, high = memory.used
-    scale = max(capacity, high)
+    scale = max(capacity or 0.0, high)
     lines = [f"Memory of rank {explanation.rank} at its peak ({memory.event or 'peak'}), GiB"]
     lines += [_bar(part, getattr(memory, part), scale) for part in PARTS]
     lines.append(_bar("live", memory.live, scale))
     lines.append(_bar("allocator slack", _slack(memory), scale))
-    lines += [_bar({"outside": "CUDA context"}.get(part, part), getattr(memory, part), scale) for part in OUTSIDE]
-    lines.append(
-        f"used {low / GIB:.1f} to {high / GIB:.1f} of {capacity / GIB:.1f}: headroom {(capacity - high) / GIB:.1f} "
-        f"to {(capacity - low) / GIB:.1f}"
-    )
-    return lines
+    process = "process" if generation(explanation.run.cluster.gpu) == "cpu" else "CUDA context"
+    lines += [_bar({"outside": process}.get(part, part), getattr(memory, part), scale) for part in OUTSIDE]
+    used = f"used {low / GIB:.1f} to {high / GIB:.1f}"
+    if capacity is None:
+        return [*lines, f"{used}; how much {explanation.run.cluster.gpu.name} has is unknown"]
+    headroom = f"headroom {(capacity - high) / GIB:.1f} to {(capacity - low) / GIB:.1f}"
+    return [*lines, f"{used} of {capacity / GIB:.1f}: {headroom}"]
 
 
 def _slack(memory: Memory) -> float:

@@ -24,6 +24,10 @@ def layout_words(layout: Layout) -> str:
     words.append(f"micro_batch {layout.micro_batch}")
     if layout.recompute != "none":
         words.append(f"recompute {layout.recompute}")
+    if layout.loss != "full":
+        words.append(f"loss {layout.loss}")
+    if layout.offload != "none":
+        words.append(f"offload {layout.offload}")
     return " · ".join(words)
 
 
@@ -37,9 +41,9 @@ def print_plan(plan: Plan, console: Console) -> None:
     )
     table = Table(box=None, pad_edge=False, header_style="bold")
     for title, justify in (
-        ("", "right"), ("layout", "left"), ("memory GiB", "right"), ("", "left"), ("step s", "right"),
-        ("tokens/s/GPU", "right"), ("MFU", "right"), ("HFU", "right"), ("bubble", "right"), ("GPU-h", "right"),
-        ("USD", "right"), ("days", "right"), ("why", "left"),
+        ("", "right"), ("layout", "left"), ("precision", "left"), ("memory GiB", "right"), ("", "left"),
+        ("step s", "right"), ("tokens/s/GPU", "right"), ("MFU", "right"), ("HFU", "right"), ("bubble", "right"),
+        ("GPU-h", "right"), ("USD", "right"), ("days", "right"), ("why", "left"),
     ):  # fmt: skip
         table.add_column(title, justify=justify, overflow="fold")  # type: ignore[arg-type]
     for number, candidate in enumerate(plan.candidates, start=1):
@@ -56,9 +60,9 @@ def print_sizes(sizes: list[ClusterSize], console: Console) -> None:
     """One line per cluster size, or per card."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     for title, justify in (
-        ("GPUs", "right"), ("card", "left"), ("layout", "left"), ("used GiB", "right"), ("", "left"),
-        ("tokens/s/GPU", "right"), ("scaling", "right"), ("MFU", "right"), ("GPU-h", "right"), ("USD", "right"),
-        ("days", "right"), ("USD/h", "right"),
+        ("GPUs", "right"), ("card", "left"), ("layout", "left"), ("precision", "left"), ("used GiB", "right"),
+        ("", "left"), ("tokens/s/GPU", "right"), ("scaling", "right"), ("MFU", "right"), ("GPU-h", "right"),
+        ("USD", "right"), ("days", "right"), ("USD/h", "right"),
     ):  # fmt: skip
         table.add_column(title, justify=justify, overflow="fold")  # type: ignore[arg-type]
     for size in sizes:
@@ -69,7 +73,8 @@ def print_sizes(sizes: list[ClusterSize], console: Console) -> None:
             str(size.gpus),
             size.gpu,
             layout_words(size.best.layout),
-            f"{low / GIB:.0f}–{high / GIB:.0f}",
+            size.best.precision,
+            _band(low, high),
             size.best.verdict,
             f"{time.tokens_per_second_per_gpu:,.0f}",
             f"{size.scaling_efficiency:.0%}",
@@ -87,7 +92,8 @@ def _cells(candidate: Candidate) -> list[str]:
     low, _, high = memory.used
     return [
         layout_words(candidate.layout),
-        f"{memory.live / GIB:.1f} live, {low / GIB:.0f}–{high / GIB:.0f} used",
+        candidate.precision,
+        f"{memory.live / GIB:.1f} live, {_band(low, high)} used",
         candidate.verdict,
         f"{time.step_seconds:.3f}",
         f"{time.tokens_per_second_per_gpu:,.0f}",
@@ -99,3 +105,9 @@ def _cells(candidate: Candidate) -> list[str]:
         f"{cost.hours / 24:.1f}" if cost.hours is not None else "–",
         "; ".join(candidate.why),
     ]
+
+
+def _band(low: float, high: float) -> str:
+    """In GiB, of two sizes in bytes; with a decimal where whole numbers would say nothing."""
+    digits = 0 if high >= 10 * GIB else 1
+    return f"{low / GIB:.{digits}f}–{high / GIB:.{digits}f}"

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import sys
 import time
-from typing import Self
+from typing import Self, TextIO
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from shardwise.spec import Step
 from shardwise.spec.numbers import human
-
-_PLAIN_SECONDS = 2.0  # least time between two plain lines
 
 
 def step_line(step: Step, total: int) -> str:
@@ -28,24 +26,28 @@ def step_line(step: Step, total: int) -> str:
         parts.append(f"mfu {step.mfu:.1%}")
     if step.peak_memory_gib is not None:
         parts.append(f"{step.peak_memory_gib:.2f} GiB")
+    if step.busiest_expert is not None:
+        parts.append(f"busiest expert {step.busiest_expert:.1f}×")
     if step.data_wait_fraction > 0.02:
         parts.append(f"input wait {step.data_wait_fraction:.0%}")
     return "  ".join(parts)
 
 
-class ProgressLine:
-    """Shows steps and messages on stdout. A context manager; `shown=False` (every rank but 0) says nothing."""
+class LiveLine:
+    """On a terminal a bar with one changing line and messages above it; elsewhere plain lines, now and then.
 
-    def __init__(self, total: int, *, shown: bool):
-        self._total, self._shown = total, shown
-        self._last_plain = 0.0
+    A context manager. plain_seconds: least time between two plain lines. time_left: whether the bar estimates it.
+    """
+
+    def __init__(self, file: TextIO, *, total: float | None, plain_seconds: float, time_left: bool = False):
+        self._file, self._plain_seconds, self._last = file, plain_seconds, time.monotonic()
         self._bar: Progress | None = None
-        self._task = TaskID(0)
-        if shown and sys.stdout.isatty():
-            columns = (BarColumn(bar_width=20), TextColumn("{task.description}"), TimeRemainingColumn())
+        if file.isatty():
+            columns = [BarColumn(bar_width=20), TextColumn("{task.description}")]
             self._bar = Progress(
-                *columns, console=Console(file=sys.stdout, highlight=False), transient=True, refresh_per_second=4
-            )
+                *columns, *([TimeRemainingColumn()] if time_left else []),
+                console=Console(file=file, highlight=False), transient=True, refresh_per_second=4,
+            )  # fmt: skip
             self._task = self._bar.add_task("starting", total=total)
 
     def __enter__(self) -> Self:
@@ -57,23 +59,45 @@ class ProgressLine:
         if self._bar:
             self._bar.stop()
 
-    def step(self, step: Step, *, first: bool = False) -> None:
-        """Show a finished step; plain output shows the first, the last, and one every two seconds."""
-        if not self._shown:
-            return
+    def show(self, text: str, *, done: float, total: float | None = None, always: bool = False) -> None:
+        """The line as it now is. always: also as a plain line, however soon after the last."""
         if self._bar:
-            self._bar.update(self._task, completed=step.step, description=step_line(step, self._total))
-            return
-        now = time.monotonic()
-        if first or step.step == self._total or now - self._last_plain >= _PLAIN_SECONDS:
-            self._last_plain = now
-            self.say(step_line(step, self._total))
+            self._bar.update(self._task, completed=done, total=total, description=text)
+        elif always or time.monotonic() - self._last >= self._plain_seconds:
+            self._last = time.monotonic()
+            self.say(text)
 
     def say(self, text: str) -> None:
-        """Show a message above the live line."""
-        if not self._shown:
-            return
+        """A message above the line."""
         if self._bar:
             self._bar.console.print(text, markup=False)
         else:
-            print(text, flush=True)
+            print(text, file=self._file, flush=True)
+
+
+class ProgressLine:
+    """Shows steps and messages on stdout. A context manager; `shown=False` (every rank but 0) says nothing."""
+
+    def __init__(self, total: int, *, shown: bool):
+        self._total = total
+        self._line = LiveLine(sys.stdout, total=total, plain_seconds=2.0, time_left=True) if shown else None
+
+    def __enter__(self) -> Self:
+        if self._line:
+            self._line.__enter__()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._line:
+            self._line.__exit__()
+
+    def step(self, step: Step, *, first: bool = False) -> None:
+        """Show a finished step; plain output shows the first, the last, and one every two seconds."""
+        if self._line:
+            always = first or step.step == self._total
+            self._line.show(step_line(step, self._total), done=step.step, always=always)
+
+    def say(self, text: str) -> None:
+        """Show a message above the live line."""
+        if self._line:
+            self._line.say(text)

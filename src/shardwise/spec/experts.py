@@ -7,7 +7,7 @@ from typing import Literal, Self
 from pydantic import model_validator
 
 from shardwise.spec.noun import Noun
-from shardwise.spec.numbers import Count, CountOrZero
+from shardwise.spec.numbers import Count, CountOrZero, Positive
 
 
 class Experts(Noun):
@@ -20,12 +20,33 @@ class Experts(Noun):
     shared_gate: bool = False  # a learned scalar gate on the shared experts' output
     dense_layers: CountOrZero = 0
     router: Literal["softmax", "sigmoid"] = "softmax"
-    router_bias: bool = False  # per-expert bias of the balancing without auxiliary loss (DeepSeek-V3), or a plain one
+    router_bias: bool = False  # per-expert bias, added for the choice only (DeepSeek-V3); gpt-oss has a plain one
+    groups: Count = 1  # of equally many experts, one after the other
+    top_groups: Count = 1  # how many of them a token may choose from: those whose two best scores sum to most
+    normalized: bool = True  # a token's weights sum to 1, before they are scaled
+    scale: Positive = 1.0  # of the weights
+    # In training, an expert takes at most factor · sequence · top_k / count of a sequence's tokens, the earliest;
+    # None: all that choose it.
+    capacity_factor: Positive | None = None
 
     @model_validator(mode="after")
     def _enough(self) -> Self:
         if self.top_k > self.count:
             raise ValueError(f"top_k {self.top_k} is more than the {self.count} experts; nearest: {self.count}")
+        if self.shared_gate and not self.shared_ffn:
+            raise ValueError("shared_gate needs a shared expert; what works: shared_gate: false, or shared_ffn > 0")
+        if self.count % self.groups:
+            legal = [n for n in range(1, self.count + 1) if self.count % n == 0]
+            near = min(legal, key=lambda n: abs(n - self.groups))
+            raise ValueError(f"groups {self.groups} does not divide the {self.count} experts; nearest: {near}")
+        if self.top_groups > self.groups:
+            raise ValueError(
+                f"top_groups {self.top_groups} is more than the {self.groups} groups; nearest: {self.groups}"
+            )
+        if self.top_k > (open_to := self.count // self.groups * self.top_groups):
+            raise ValueError(
+                f"top_k {self.top_k} is more than the {open_to} experts of {self.top_groups} groups; nearest: {open_to}"
+            )
         return self
 
 

@@ -15,10 +15,12 @@ from shardwise.spec.families import FAMILIES, INERT, QWEN_WINDOW, ROPE, ROPE_KEY
 from shardwise.spec.model import Model
 from shardwise.spec.noun import InputError, nearest, unknown
 from shardwise.spec.numbers import parse_count
-from shardwise.spec.rope import ROPE_SCALINGS
+from shardwise.spec.rope import ROPE_SCALINGS, YarnScaling
 
 CONFIG = "config.json"
-_MAY_BE_NULL = ("num_key_value_heads", "head_dim", "sliding_window", "n_inner")
+_MAY_BE_NULL = ("num_key_value_heads", "head_dim", "sliding_window", "n_inner", "q_lora_rank")
+_WINDOWED = ("qwen2", "qwen3")  # may have windows on some layers only
+_TRAINING_ONLY = ("experts.capacity_factor",)  # drops nothing in a forward pass for logits
 
 
 def load_model_config(path: str | Path) -> Model:
@@ -50,7 +52,12 @@ def model_config(model: Model) -> dict[str, Any]:
     Raises InputError where no family of FAMILIES has such a model, naming what differs from the nearest one.
     """
     differences = {name: _differences(name, family, model) for name, family in FAMILIES.items()}
-    name = min(differences, key=lambda name: len(differences[name]))
+
+    def distance(name: str) -> tuple[bool, int]:
+        routed = ("experts.count",) in FAMILIES[name].fields.values()
+        return routed != (model.experts is not None), len(differences[name])
+
+    name = min(differences, key=distance)
     if differences[name]:
         raise InputError(
             f"no family of transformers that shardwise writes ({', '.join(FAMILIES)}) has this model; "
@@ -58,17 +65,40 @@ def model_config(model: Model) -> dict[str, Any]:
         )
     family = FAMILIES[name]
     config: dict[str, Any] = {"architectures": [family.architecture], "model_type": name}
-    config |= {key: getattr(model, fields[0]) for key, fields in family.fields.items()}
+    config |= {key: _value(model, fields[0]) for key, fields in family.fields.items()}
     if name == "gpt2":
         return config | {"activation_function": "gelu_new", "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
     config |= {"hidden_act": "silu", "rope_theta": model.rope_theta}
     if model.rope_scaling:
-        scaling = model.rope_scaling.dump()
+        scaling = {key: value for key, value in model.rope_scaling.dump().items() if value != 0.0}
         theirs = {ours: key for key, ours in ROPE_KEYS.items()}
         config["rope_scaling"] = {"rope_type": scaling.pop("kind")} | {theirs[k]: v for k, v in scaling.items()}
-    if name.startswith("qwen") and model.sliding_window:
+    if name in _WINDOWED and model.sliding_window:
         config |= {"use_sliding_window": True, "sliding_window": model.sliding_window, "max_window_layers": 0}
+    if name == "qwen3_moe":
+        config |= {"mlp_only_layers": list(range(_value(model, "experts.dense_layers"))), "decoder_sparse_step": 1}
+    if name == "deepseek_v3":
+        config |= _deepseek(model, config)
     return config
+
+
+def _deepseek(model: Model, config: dict[str, Any]) -> dict[str, Any]:
+    """What its config.json has beside Family.fields, from those. DeepSeek's own code reads mscale, not
+    attention_factor."""
+    extra = {
+        "q_lora_rank": config["q_lora_rank"] or None,
+        "n_shared_experts": _value(model, "experts.shared_ffn") // config["moe_intermediate_size"],
+        "num_key_value_heads": model.heads,
+        "num_nextn_predict_layers": 0,
+        "moe_layer_freq": 1,
+        "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc",
+    }
+    scaling = model.rope_scaling
+    if isinstance(scaling, YarnScaling) and scaling.mscale_all_dim and scaling.factor > 1:
+        over = (scaling.magnitude * math.sqrt(scaling.score_factor) - 1.0) / (0.1 * math.log(scaling.factor))
+        extra["rope_scaling"] = {**config["rope_scaling"], "mscale": over}
+    return extra
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -87,8 +117,9 @@ def _read(path: Path) -> dict[str, Any]:
 
 def _translate(name: str, family: Family, config: dict[str, Any]) -> dict[str, Any]:
     """The Model's fields, before their own validation."""
-    known = {*family.fields, *family.only}
-    known |= set(ROPE if name != "gpt2" else ()) | set(QWEN_WINDOW if name.startswith("qwen") else ())
+    config = _spelled(family, config)
+    known = {*family.fields, *family.only, *family.special, *family.inert}
+    known |= set(ROPE if name != "gpt2" else ()) | set(QWEN_WINDOW if name in _WINDOWED else ())
     for key, value in config.items():
         if key in family.only and value not in family.only[key]:
             works = " or ".join(json.dumps(value) for value in family.only[key])
@@ -111,10 +142,46 @@ def _translate(name: str, family: Family, config: dict[str, Any]) -> dict[str, A
             values |= dict.fromkeys(fields, value)
     if name == "gpt2":
         return {"ffn": 4 * values["hidden"], **values}
-    values["rope_theta"], values["rope_scaling"] = _rope(config)
-    if name.startswith("qwen"):
+    values["rope_theta"], values["rope_scaling"] = _rope(config, family.theta)
+    if name in _WINDOWED:
         values["sliding_window"] = _qwen_window(config)
-    return values
+    if name == "qwen3_moe":
+        values["experts.dense_layers"] = _dense_layers(config)
+    if name == "deepseek_v3":
+        values.setdefault("latent.query_rank", 0)
+        values["experts.shared_ffn"] = _count(config, "n_shared_experts", 1) * values["experts.ffn"]
+        if _count(config, "num_key_value_heads", values["heads"]) != values["heads"]:
+            raise InputError(
+                f"num_key_value_heads {config['num_key_value_heads']} is not num_attention_heads {values['heads']}, "
+                "but every head of latent attention has a key of its own"
+            )
+    return _nested(values)
+
+
+def _spelled(family: Family, config: dict[str, Any]) -> dict[str, Any]:
+    """The config with one spelling of each key. Raises InputError where two are given and differ."""
+    config = dict(config)
+    for other, key in family.aliases.items():
+        if other in config and config.setdefault(key, config[other]) != config.pop(other):
+            raise InputError(f"{key} and {other} are both given, and differ")
+    return config
+
+
+def _nested(values: dict[str, Any]) -> dict[str, Any]:
+    """{"experts.count": 8} -> {"experts": {"count": 8}}"""
+    nested: dict[str, Any] = {}
+    for path, value in values.items():
+        outer, _, inner = path.rpartition(".")
+        (nested.setdefault(outer, {}) if outer else nested)[inner] = value
+    return nested
+
+
+def _dense_layers(config: dict[str, Any]) -> int:
+    """How many layers, the first ones, have no experts."""
+    dense = config.get("mlp_only_layers") or []
+    if not isinstance(dense, list) or sorted(dense) != list(range(len(dense))):
+        raise InputError(f"mlp_only_layers {dense}: shardwise does dense layers before all those with experts only")
+    return len(dense)
 
 
 def _qwen_window(config: dict[str, Any]) -> int | None:
@@ -134,7 +201,7 @@ def _qwen_window(config: dict[str, Any]) -> int | None:
     )
 
 
-def _rope(config: dict[str, Any]) -> tuple[float, dict[str, Any] | None]:
+def _rope(config: dict[str, Any], default: float) -> tuple[float, dict[str, Any] | None]:
     """rope_theta and the Model's rope_scaling, from the keys of transformers 4 (rope_theta, rope_scaling) or 5
     (rope_parameters)."""
     old, new = config.get("rope_scaling"), config.get("rope_parameters")
@@ -147,7 +214,7 @@ def _rope(config: dict[str, Any]) -> tuple[float, dict[str, Any] | None]:
     theta, top = given.pop("rope_theta", None), config.get("rope_theta")
     if theta is not None and top is not None and theta != top:
         raise InputError(f"rope_theta is {top} and, in rope_parameters, {theta}")
-    theta = next((value for value in (theta, top) if value is not None), 10_000.0)
+    theta = next((value for value in (theta, top) if value is not None), default)
     if given.pop("partial_rotary_factor", 1) != 1:
         raise InputError("partial_rotary_factor other than 1 is not something that shardwise computes")
     legacy = given.pop("type", None)
@@ -172,7 +239,7 @@ def _scaling(kind: str, given: dict[str, Any], config: dict[str, Any]) -> dict[s
         if kind != "llama3":
             given.setdefault("factor", sequence / original)
     if kind == "yarn":
-        given = _yarn(given)
+        given = _yarn(given, scores=config.get("model_type") == "deepseek_v3")
     accepted = {key for key, ours in ROPE_KEYS.items() if ours in ROPE_SCALINGS[kind].model_fields}
     for key in given:
         if key not in accepted:
@@ -180,9 +247,9 @@ def _scaling(kind: str, given: dict[str, Any], config: dict[str, Any]) -> dict[s
     return {ROPE_KEYS[key]: value for key, value in given.items()}
 
 
-def _yarn(given: dict[str, Any]) -> dict[str, Any]:
+def _yarn(given: dict[str, Any], *, scores: bool) -> dict[str, Any]:
     """DeepSeek's mscale and mscale_all_dim, where both are set, stand for an attention_factor; a beta of 0 for the
-    default."""
+    default. scores: mscale_all_dim scales the attention scores, too, as only DeepSeek's own attention does."""
     given = {key: value for key, value in given.items() if value or not key.startswith("beta_")}
     over, under, factor = given.pop("mscale", 0), given.pop("mscale_all_dim", 0), given["factor"]
     if not all(isinstance(value, int | float) for value in (over, under, factor)) or factor <= 0:
@@ -190,7 +257,7 @@ def _yarn(given: dict[str, Any]) -> dict[str, Any]:
     if over and under:
         log = math.log(factor) if factor > 1 else 0.0
         given = {"attention_factor": (0.1 * over * log + 1.0) / (0.1 * under * log + 1.0), **given}
-    return given
+    return given | ({"mscale_all_dim": under} if scores and under else {})
 
 
 def _count(mapping: dict[str, Any], key: str, default: int | None = None) -> int:
@@ -204,20 +271,38 @@ def _count(mapping: dict[str, Any], key: str, default: int | None = None) -> int
 
 def _differences(name: str, family: Family, model: Model) -> list[str]:
     """What keeps a Model from being of this family."""
-    said = {"name", "kv_heads", "head_dim", "rope_theta", "rope_scaling", "sliding_window"}.union(
-        *family.fields.values()
-    )
-    unsaid = {field: info.default for field, info in Model.model_fields.items() if field not in said}
-    lines = [
-        f"{field} is {json.dumps(getattr(model, field), default=str)}, not {json.dumps(value)}"
-        for field, value in {**unsaid, **family.fixed}.items()
-        if getattr(model, field) != value
+    paths = {path for fields in (*family.fields.values(), *family.special.values()) for path in fields}
+    said = {"name", "kv_heads", "head_dim", "rope_theta", "rope_scaling", "sliding_window", *_TRAINING_ONLY} | paths
+    parts = {path.partition(".")[0] for path in paths if "." in path}
+    lines = [f"{part} is null" for part in sorted(parts) if getattr(model, part) is None]
+    needed = {field: info.default for field, info in Model.model_fields.items() if field not in said | parts}
+    for part in parts:
+        for field, info in type(getattr(model, part)).model_fields.items() if getattr(model, part) else ():
+            needed |= {path: info.default} if (path := f"{part}.{field}") not in said else {}
+    needed |= {
+        path: value for path, value in family.fixed.items() if getattr(model, path.partition(".")[0]) is not None
+    }
+    lines += [
+        f"{path} is {json.dumps(_value(model, path), default=str)}, not {json.dumps(value)}"
+        for path, value in needed.items()
+        if _value(model, path) != value
     ]
     for fields in family.fields.values():
-        if len({getattr(model, field) for field in fields}) > 1:
+        if len({_value(model, field) for field in fields}) > 1:
             lines.append(f"{' and '.join(fields)} are not equal")
+    experts = model.experts
+    if name == "deepseek_v3" and experts and (not experts.shared_ffn or experts.shared_ffn % experts.ffn):
+        lines.append("experts.shared_ffn is not that of one or more shared experts of size experts.ffn")
     if name == "gpt2" and (model.kv_heads, model.head_dim * model.heads) != (model.heads, model.hidden):
         lines.append("kv_heads or head_dim is not that of heads and hidden")
     if name == "llama" and model.hidden % model.heads:
         lines.append(f"hidden {model.hidden} is not a multiple of heads {model.heads}")
     return lines
+
+
+def _value(model: Model, path: str) -> Any:
+    """Model's `layers`, or `count` of its `experts` by the path `experts.count`; None where it has no such part."""
+    value: Any = model
+    for name in path.split("."):
+        value = getattr(value, name, None)
+    return value

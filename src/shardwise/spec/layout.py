@@ -29,7 +29,8 @@ class Layout(Noun):
     virtual_stages: Count = 1
     recompute: str = "none"
     offload: Literal["none", "optimizer", "parameters", "activations"] = "none"
-    prefetch: CountOrZero = 1
+    prefetch: CountOrZero = 1  # FSDP2: units gathered ahead of the one that computes
+    bucket_mb: Count = 25  # DDP: MiB of gradients that are reduced together
     async_tp: bool = False
     loss: Literal["full", "chunked"] = "full"
     compile: bool = False

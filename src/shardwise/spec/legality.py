@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from shardwise.spec.layout import Layout
 from shardwise.spec.model import Model
 from shardwise.spec.noun import InputError
-from shardwise.spec.recipe import Recipe
+from shardwise.spec.recipe import Precision, Recipe
 from shardwise.spec.run import Run
 
 
@@ -55,11 +55,22 @@ def illegal(model: Model, layout: Layout, recipe: Recipe) -> Iterator[str]:
 def _degrees(model: Model, layout: Layout, recipe: Recipe) -> Iterator[str]:
     """Tensor, context and expert parallelism cut dimensions evenly."""
     if layout.tp > 1:
-        heads = "heads" if model.latent else "kv_heads"
-        for field in (heads, "ffn", "vocabulary"):
+        for field in ("heads", "ffn", "vocabulary"):
             if (size := getattr(model, field)) % layout.tp:
                 nearest = nearest_divisor(size, layout.tp)
                 yield f"layout.tp {layout.tp} does not divide model.{field} {size}; nearest: {nearest}"
+        if model.experts:
+            parts = {"shared_ffn": model.experts.shared_ffn} | ({"ffn": model.experts.ffn} if layout.ep == 1 else {})
+            for field, size in parts.items():
+                if size % layout.tp:
+                    nearest = nearest_divisor(size, layout.tp)
+                    yield f"layout.tp {layout.tp} does not divide model.experts.{field} {size}; nearest: {nearest}"
+        if not model.latent and model.kv_heads % layout.tp and layout.tp % model.kv_heads:
+            nearest = nearest_divisor(model.kv_heads, layout.tp)
+            yield (
+                f"layout.tp {layout.tp} neither divides model.kv_heads {model.kv_heads} nor is a multiple of it; "
+                f"nearest: {nearest}"
+            )
     cut = (2 * layout.cp if layout.cp > 1 else 1) * layout.tp  # each rank of cp takes an early and a late piece
     if recipe.sequence % cut:
         nearest = max(1, round(recipe.sequence / cut)) * cut
@@ -67,6 +78,16 @@ def _degrees(model: Model, layout: Layout, recipe: Recipe) -> Iterator[str]:
             f"recipe.sequence {recipe.sequence} is not a multiple of {cut} (2 · cp {layout.cp} · tp {layout.tp}); "
             f"nearest: {nearest}"
         )
+    if layout.cp > 1 and layout.cp_method == "ulysses":
+        field = "heads" if model.latent else "kv_heads"
+        heads = max(1, getattr(model, field) // layout.tp)
+        if heads % layout.cp:
+            nearest = nearest_divisor(heads, layout.cp)
+            yield (
+                f"layout.cp {layout.cp} with cp_method ulysses does not divide the {heads} of model.{field} "
+                f"{getattr(model, field)} that a rank of tp {layout.tp} has; nearest: cp {nearest}, or "
+                "cp_method: allgather"
+            )
     if layout.ep > 1:
         span = layout.dp_shard * layout.cp * layout.tp
         if model.experts is None:
@@ -84,6 +105,8 @@ def _degrees(model: Model, layout: Layout, recipe: Recipe) -> Iterator[str]:
 
 
 _FIXED_VIRTUAL = {"gpipe": 1, "1f1b": 1, "zbv": 2, "dualpipev": 2}
+_FOLDED = ("zbv", "dualpipev")  # a rank has one stage from the front and one from the back
+_SPLIT_BACKWARD = ("interleaved-zb", "zbv", "dualpipev")
 
 
 def _pipeline(model: Model, layout: Layout) -> Iterator[str]:
@@ -152,16 +175,76 @@ def _batch(layout: Layout, recipe: Recipe) -> Iterator[str]:
 
 def untrainable(model: Model, layout: Layout) -> Iterator[str]:
     """What is legal and can be planned, but what `train` does not do yet."""
-    for field in ("experts", "latent", "attention_sinks"):
+    for field in ("attention_sinks", "mlp_bias") if model.experts else ("attention_sinks",):
         if getattr(model, field):
-            yield f"model.{field} cannot be trained by this version, only planned; {model.name} has it"
-    plain = Layout(zero=layout.zero, dp_replicate=layout.dp_replicate, dp_shard=layout.dp_shard)
-    for field in ("tp", "cp", "pp", "ep", "recompute", "offload", "async_tp", "loss", "compile"):
-        value, works = getattr(layout, field), getattr(plain, field)
-        if value != works:
-            yield f"layout.{field} {value} cannot be trained by this version; what works: {field}: {works}"
-    if layout.zero == 1:
-        yield "layout.zero 1 cannot be trained by this version; what works: 0 (DDP), 2 or 3 (FSDP2)"
+            also = " of a model with experts" if field == "mlp_bias" else ""
+            yield f"model.{field}{also} cannot be trained by this version, only planned; {model.name} has it"
+    if layout.compile and model.experts and model.experts.capacity_factor:
+        yield (
+            "model.experts.capacity_factor makes the number of tokens of a block depend on the data, which then cannot "
+            "be compiled whole; what works: compile: false, or no capacity_factor"
+        )
+    if layout.compile and layout.cp > 1 and layout.cp_method == "ring":
+        yield (
+            "layout.cp_method ring sends and receives in the middle of a block, which then cannot be compiled whole; "
+            "what works: cp_method: allgather, or compile: false"
+        )
+    yield from _untrainable_offload(model, layout)
+    if layout.async_tp and not (layout.compile and layout.tp > 1):
+        yield (
+            f"layout.async_tp is the compiler's work on tensor-parallel products, and needs compile: true and tp of at "
+            f"least 2, not {layout.tp}; nearest: async_tp: false"
+        )
+    yield from _untrainable_pipeline(model, layout)
+
+
+def _untrainable_offload(model: Model, layout: Layout) -> Iterator[str]:
+    """Offload belongs to whoever holds what is offloaded."""
+    if layout.offload == "parameters" and layout.zero < 2:
+        yield (
+            f"layout.offload parameters offloads the shards of FSDP2, and zero is {layout.zero}; nearest: zero: 3, or "
+            "offload: optimizer"
+        )
+    if layout.offload == "parameters" and layout.pp > 1 and model.tied:
+        yield (
+            f"layout.offload parameters with pp {layout.pp} would sum the gradient of {model.name}'s tied table on the "
+            "host, which this version does not do; nearest: offload: optimizer"
+        )
+    if layout.offload == "activations" and layout.recompute == "selective":
+        yield (
+            "layout.offload activations does not reach what recompute selective keeps; nearest: recompute: full, or "
+            "offload: none"
+        )
+
+
+def _untrainable_pipeline(model: Model, layout: Layout) -> Iterator[str]:
+    """What PyTorch's schedules, and the trainer on them, do not do."""
+    if layout.pp == 1:
+        return
+    if layout.compile and layout.schedule in _SPLIT_BACKWARD:
+        yield (
+            f"layout.compile does not go with layout.schedule {layout.schedule}: a compiled block cannot compute the "
+            "gradients of inputs and weights apart; what works: compile: false, or schedule 1f1b or interleaved"
+        )
+    if layout.zero == 3 and layout.schedule in _SPLIT_BACKWARD:
+        yield (
+            f"layout.zero 3 gives weights up between forward and backward, but layout.schedule {layout.schedule} must "
+            "find them there, as it computes their gradients later than those of inputs; what works: zero: 2"
+        )
+    if model.tied and layout.schedule in _FOLDED:
+        yield (
+            f"layout.schedule {layout.schedule} has the first and the last stage on one rank, which would hold the "
+            f"tied table of {model.name} twice; what works: schedule 1f1b, interleaved or interleaved-zb"
+        )
+
+
+def untrainable_precision(precision: Precision) -> Iterator[str]:
+    """Likewise, of a precision."""
+    if precision.products != "compute":
+        yield (
+            f"recipe.precision: products in {precision.products} cannot be trained by this version, only planned; "
+            "what works: precision: bf16"
+        )
 
 
 def not_trainable(model: Model, layout: Layout, recipe: Recipe) -> Iterator[str]:
@@ -174,7 +257,9 @@ def not_trainable(model: Model, layout: Layout, recipe: Recipe) -> Iterator[str]
         )
     if not (recipe.steps or recipe.tokens):
         yield "recipe.steps or recipe.tokens is required for training"
+    yield from _unbalanced(model, recipe)
     precision = recipe.precision
+    yield from untrainable_precision(precision)
     wide = {precision.parameters, precision.gradients, precision.moments}
     if len(wide) > 1 or precision.parameters in ("bf16", "fp16"):
         yield (
@@ -186,10 +271,22 @@ def not_trainable(model: Model, layout: Layout, recipe: Recipe) -> Iterator[str]
             f"recipe.precision.compute {precision.compute} does not go with parameters {precision.parameters}; "
             f"nearest: {precision.parameters}"
         )
-    if precision.reduce != precision.gradients:
+    if precision.reduce not in (precision.gradients, "bf16"):
         yield (
-            f"recipe.precision.reduce {precision.reduce} differs from gradients {precision.gradients}, which this "
-            f"version does not do; nearest: {precision.gradients}"
+            f"recipe.precision.reduce {precision.reduce} does not go with gradients {precision.gradients}; "
+            f"nearest: {precision.gradients}, or bf16"
+        )
+
+
+def _unbalanced(model: Model, recipe: Recipe) -> Iterator[str]:
+    """Ways of balancing experts that the model has nothing for."""
+    balance, experts = recipe.balance, model.experts
+    if balance.auxiliary and experts is None:
+        yield f"recipe.balance.auxiliary {balance.auxiliary:g} needs a model with experts; what works: 0"
+    if balance.bias_rate and not (experts and experts.router_bias):
+        yield (
+            f"recipe.balance.bias_rate {balance.bias_rate:g} needs routers with a bias; what works: 0"
+            + (", or model.experts.router_bias: true" if experts else "")
         )
 
 
@@ -197,6 +294,8 @@ def require_trainable(run: Run, world: int) -> None:
     """Raise InputError with every reason why `train` cannot run this Run on `world` ranks."""
     layout = run.fixed_layout
     reasons = [*illegal(run.model, layout, run.recipe), *not_trainable(run.model, layout, run.recipe)]
+    if layout.async_tp and run.cluster.gpu.name == "cpu":
+        reasons.append("layout.async_tp needs CUDA, and cluster.gpu is cpu; nearest: async_tp: false")
     if layout.world != world:
         reasons.append(
             f"layout: {layout.describe()} makes {layout.world} ranks, but {world} are started; "

@@ -9,7 +9,7 @@ from pydantic import field_validator, model_validator
 from shardwise.spec.experts import Experts, LatentAttention
 from shardwise.spec.noun import Noun, unknown
 from shardwise.spec.numbers import Count, Positive, parse_count
-from shardwise.spec.rope import ROPE_SCALINGS, DynamicScaling, LongScaling, RopeScaling
+from shardwise.spec.rope import ROPE_SCALINGS, DynamicScaling, LongScaling, RopeScaling, YarnScaling
 
 
 class Model(Noun):
@@ -54,12 +54,12 @@ class Model(Noun):
             return data  # the fields' own validation says what is wrong
         data.setdefault("kv_heads", heads)
         if heads > 0 and "head_dim" not in data:
-            if hidden % heads:
+            if hidden % heads and not data.get("latent"):
                 raise ValueError(
                     f"hidden {hidden} is not a multiple of heads {heads}; "
                     f"nearest: hidden {round(hidden / heads) * heads or heads}, or set head_dim"
                 )
-            data["head_dim"] = hidden // heads
+            data["head_dim"] = max(1, hidden // heads)
         return data
 
     @field_validator("rope_scaling", mode="before")
@@ -75,24 +75,35 @@ class Model(Noun):
             legal = [n for n in range(1, self.heads + 1) if self.heads % n == 0]
             best = min(legal, key=lambda n: abs(n - self.kv_heads))
             raise ValueError(f"kv_heads {self.kv_heads} does not divide heads {self.heads}; nearest: {best}")
-        if self.positions == "rope" and self.head_dim % 2:
-            raise ValueError(f"head_dim {self.head_dim} must be even for RoPE; nearest: {self.head_dim + 1}")
+        if self.positions == "rope" and self.rotary_dim % 2:
+            field = "latent.rope_dim" if self.latent else "head_dim"
+            raise ValueError(f"{field} {self.rotary_dim} must be even for RoPE; nearest: {self.rotary_dim + 1}")
+        for field in ("qkv_bias", "qk_norm") if self.latent else ():
+            if getattr(self, field):
+                raise ValueError(f"{field} does not go with latent attention; what works: {field}: false")
         if self.norm_bias and self.norm != "layernorm":
             raise ValueError("norm_bias needs norm: layernorm")
         self._check_rope_scaling()
         return self
 
+    @property
+    def rotary_dim(self) -> int:
+        """Dimensions of each head that RoPE rotates."""
+        return self.latent.rope_dim if self.latent else self.head_dim
+
     def _check_rope_scaling(self) -> None:
         scaling = self.rope_scaling
         if scaling and self.positions != "rope":
             raise ValueError("rope_scaling needs positions: rope")
-        if isinstance(scaling, DynamicScaling) and self.head_dim < 4:
-            raise ValueError(f"head_dim {self.head_dim} is too small for rope_scaling kind dynamic; nearest: 4")
+        if isinstance(scaling, DynamicScaling) and self.rotary_dim < 4:
+            raise ValueError(f"head_dim {self.rotary_dim} is too small for rope_scaling kind dynamic; nearest: 4")
+        if isinstance(scaling, YarnScaling) and scaling.mscale_all_dim and not self.latent:
+            raise ValueError("rope_scaling.mscale_all_dim needs latent attention; what works: mscale_all_dim: 0")
         if isinstance(scaling, LongScaling):
             for field in ("short_factors", "long_factors"):
                 count = len(getattr(scaling, field))
-                if count != self.head_dim // 2:
+                if count != self.rotary_dim // 2:
                     raise ValueError(
-                        f"rope_scaling.{field} has {count} numbers; one for each pair of head_dim {self.head_dim} is "
-                        f"needed: {self.head_dim // 2}"
+                        f"rope_scaling.{field} has {count} numbers; one for each pair of head_dim {self.rotary_dim} is "
+                        f"needed: {self.rotary_dim // 2}"
                     )

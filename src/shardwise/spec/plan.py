@@ -10,7 +10,7 @@ from shardwise.spec.memory import Memory
 from shardwise.spec.noun import Noun
 from shardwise.spec.run import Run
 
-Verdict = Literal["fits", "tight", "oom"]
+Verdict = Literal["fits", "tight", "oom", "unknown"]  # unknown: nobody said how much memory the chip has
 
 
 class PredictedTime(Noun):
@@ -36,9 +36,10 @@ class Cost(Noun):
 
 
 class Candidate(Noun):
-    """One layout with its predictions."""
+    """One layout in one precision, with its predictions. `precision` is its name in a Run file."""
 
     layout: Layout
+    precision: str
     verdict: Verdict
     memory: Memory
     time: PredictedTime

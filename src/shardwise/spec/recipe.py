@@ -12,9 +12,13 @@ from shardwise.spec.numbers import Count, CountOrZero, Fraction, NotNegative, Po
 
 Dtype = Literal["fp64", "fp32", "bf16", "fp16"]
 
+# Parameters are the fp32 master copy; each layer casts them to the compute type where it uses them.
+_BF16 = {"parameters": "fp32", "compute": "bf16", "gradients": "fp32", "reduce": "fp32", "moments": "fp32"}
 _PRECISIONS = {
-    # Parameters are the fp32 master copy; each layer casts them to the compute type where it uses them.
-    "bf16": {"parameters": "fp32", "compute": "bf16", "gradients": "fp32", "reduce": "fp32", "moments": "fp32"},
+    "bf16": _BF16,
+    "fp8": {**_BF16, "products": "fp8"},
+    "fp4": {**_BF16, "products": "fp4"},
+    "nvfp4": {**_BF16, "products": "fp4"},
     "fp16": {"parameters": "fp32", "compute": "fp16", "gradients": "fp32", "reduce": "fp32", "moments": "fp32"},
     "fp32": dict.fromkeys(("parameters", "compute", "gradients", "reduce", "moments"), "fp32"),
     "fp64": dict.fromkeys(("parameters", "compute", "gradients", "reduce", "moments"), "fp64"),
@@ -22,10 +26,12 @@ _PRECISIONS = {
 
 
 class Precision(Noun):
-    """The dtype of everything that has one. `bf16`, `fp16`, `fp32` and `fp64` name the usual combinations."""
+    """The dtype of everything that has one. `bf16`, `fp16`, `fp32`, `fp64`, `fp8` and `fp4` (or `nvfp4`) name the usual
+    combinations."""
 
     parameters: Dtype = "fp32"  # what the optimizer updates
     compute: Dtype = "bf16"
+    products: Literal["compute", "fp8", "fp4"] = "compute"  # operands of the blocks' matrix products; the rest computes
     gradients: Dtype = "fp32"  # what the optimizer reads
     reduce: Dtype = "fp32"  # what collectives sum
     moments: Dtype = "fp32"
@@ -38,6 +44,20 @@ class Precision(Noun):
                 raise ValueError(unknown("precision", data, _PRECISIONS))
             return _PRECISIONS[data]
         return data
+
+    @model_validator(mode="after")
+    def _narrower(self) -> Self:
+        if self.products != "compute" and self.compute not in ("bf16", "fp16"):
+            raise ValueError(f"products {self.products} needs compute bf16 or fp16, not {self.compute}; nearest: bf16")
+        return self
+
+    @property
+    def name(self) -> str:
+        """Of the usual combination; of any other what its products are in, as in `custom bf16`."""
+        for name, fields in _PRECISIONS.items():
+            if self == Precision.model_validate(fields):
+                return name
+        return f"custom {self.compute if self.products == 'compute' else self.products}"
 
 
 class Optimizer(Noun):
@@ -59,6 +79,13 @@ class Schedule(Noun):
     warmup_steps: CountOrZero = 0
     decay_fraction: Fraction = 0.4  # wsd: the share of all steps that decays linearly
     floor: Fraction = 0.1  # last learning rate as a share of the highest
+
+
+class Balance(Noun):
+    """How routed experts are kept equally busy; both 0: not at all."""
+
+    auxiliary: NotNegative = 0.0  # factor of the sequence-wise balance loss (DeepSeek-V3, arXiv 2412.19437, eq. 17-20)
+    bias_rate: NotNegative = 0.0  # what a step adds to, or takes from, an expert's bias (arXiv 2408.15664)
 
 
 class Evaluation(Noun):
@@ -110,6 +137,7 @@ class Recipe(Noun):
     precision: Precision = Precision()
     optimizer: Optimizer = Optimizer()
     schedule: Schedule = Schedule()
+    balance: Balance = Balance()
     evaluation: Evaluation = Evaluation()
     checkpoint: CheckpointPolicy = CheckpointPolicy()
     deterministic: bool = False  # ask torch for deterministic kernels (always so on a CPU)

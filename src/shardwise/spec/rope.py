@@ -8,7 +8,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from shardwise.spec.noun import Noun
-from shardwise.spec.numbers import Count, Positive
+from shardwise.spec.numbers import Count, NotNegative, Positive
 
 
 class LinearScaling(Noun):
@@ -35,12 +35,18 @@ class YarnScaling(Noun):
     beta_slow: Positive = 1.0  # those that turn less often are divided by `factor`
     truncate: bool = True  # round the two borders to whole dimensions
     attention_factor: Positive | None = None  # scales cos and sin; default: 0.1 · ln(factor) + 1 (equation 22)
+    mscale_all_dim: NotNegative = 0.0  # DeepSeek: scores are scaled, too, by (0.1 · mscale_all_dim · ln(factor) + 1)²
 
     @property
     def magnitude(self) -> float:
         if self.attention_factor is not None:
             return self.attention_factor
         return 0.1 * math.log(self.factor) + 1.0 if self.factor > 1 else 1.0
+
+    @property
+    def score_factor(self) -> float:
+        """What the attention scores are multiplied with, beside 1/√d (`yarn_apply_mscale` in transformers)."""
+        return (0.1 * self.mscale_all_dim * math.log(self.factor) + 1.0) ** 2 if self.factor > 1 else 1.0
 
 
 class LongScaling(Noun):

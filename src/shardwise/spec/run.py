@@ -17,6 +17,8 @@ from shardwise.spec.noun import InputError, Noun, nearest
 from shardwise.spec.presets import model_names, model_preset
 from shardwise.spec.recipe import Recipe
 
+_YAML = (".yaml", ".yml")
+
 
 class Run(Noun):
     """One file that goes all the way round: `plan` writes it, the other verbs read it. It never changes."""
@@ -58,8 +60,8 @@ class Run(Noun):
 
 
 def _expand_model(value: Any) -> Any:
-    """A preset's name or a config.json's path, or a mapping that may start from one (`preset: gpt2-124m`), as a Model
-    or a plain mapping."""
+    """A preset's name, the path of a config.json or of a YAML file, or a mapping that may start from one of them
+    (`preset: gpt2-124m`), as a Model or a plain mapping."""
     if isinstance(value, str):
         return _named_model(value)
     if isinstance(value, dict) and "preset" in value:
@@ -71,10 +73,31 @@ def _expand_model(value: Any) -> Any:
 def _named_model(name: str) -> Model:
     try:
         path = Path(name).expanduser()
-        is_path = path.name != name or path.suffix == ".json" or path.exists()
+        is_path = path.name != name or path.suffix in (".json", *_YAML) or path.exists()
     except (OSError, RuntimeError):  # it may not be looked at; or `~name` of no user
         is_path = False
-    return load_model_config(path) if is_path and name not in model_names() else model_preset(name)
+    if not is_path or name in model_names():
+        return model_preset(name)
+    return _model_of_file(path) if path.suffix in _YAML else load_model_config(path)
+
+
+def _model_of_file(path: Path) -> Model:
+    """The Model of a YAML file: of a Run if it has a `model`, else its fields are a Model's own, named after the file.
+    Raises InputError naming the file."""
+    data = read_yaml(path)
+    if not isinstance(data, dict):
+        raise InputError(f"{path}: a Model's fields, or a Run, is expected")
+    value = data.get("model", data)
+    start = value.get("preset") if isinstance(value, dict) else value
+    if isinstance(start, str) and Path(start).suffix in _YAML:
+        raise InputError(f"{path}: its model is in another YAML file, {start}; give that one")
+    try:
+        expanded = _expand_model(value)
+        if isinstance(expanded, dict) and value is data and "preset" not in data:
+            expanded = {"name": path.stem, **expanded}
+        return expanded if isinstance(expanded, Model) else Model.load(expanded)
+    except InputError as error:
+        raise InputError("\n".join(f"{path}: {line}" for line in str(error).splitlines())) from None
 
 
 class _StrictLoader(yaml.CSafeLoader):

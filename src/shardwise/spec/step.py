@@ -25,6 +25,7 @@ class Step:
     mfu_full_attention: float | None
     hfu: float | None
     peak_memory_gib: float | None  # allocated on the device since the run began; resident memory on a CPU. Rank 0
+    busiest_expert: float | None  # token copies of the busiest expert over the mean, in the layer where that is highest
     data_wait_fraction: float  # share of step_seconds that rank 0 waited for input
 
     def dump(self) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from shardwise.data import MixedOrder, Order
 from shardwise.parallel.module import ParallelModule
 from shardwise.spec import Run, Step
+from shardwise.training.balance import ExpertBalance
 from shardwise.training.batches import Batches, MicroBatch
 from shardwise.training.loss_scale import LossScale
 from shardwise.training.metrics import Utilisation, peak_memory_gib
@@ -38,6 +39,7 @@ class Trainer:
         self.loss_scale = LossScale(run.recipe.precision.compute)
         self.stopping = False
         self._wants_stop = wants_stop
+        self._balance = ExpertBalance(module, run)
         self._utilisation = Utilisation(run, self.device)
 
     def steps(self, batches: Batches, order: Order | MixedOrder, done: int) -> Iterator[Step]:
@@ -63,7 +65,8 @@ class Trainer:
             elif not self.loss_scale.dynamic or not math.isfinite(loss_value):
                 raise TrainingError(f"step {index + 1}: loss {loss_value}, gradient norm {norm_value}")
             self.loss_scale.update(finite)
-            self.optimizer.zero_grad()
+            busiest = self._balance.after_step(updated=finite)
+            self.module.drop_gradients()
 
             seconds = time.perf_counter() - start
             speed = recipe.batch_sequences * recipe.sequence / seconds
@@ -78,6 +81,7 @@ class Trainer:
                 tokens_per_second=speed,
                 **self._utilisation.of(speed),
                 peak_memory_gib=peak_memory_gib(self.device),
+                busiest_expert=busiest,
                 data_wait_fraction=waited / seconds,
             )
             if self.stopping:
@@ -104,6 +108,7 @@ class Trainer:
         Here, and nowhere else, gradients are divided: by the number of targets in the global batch. What the ranks
         hold is only summed (`parallel/gradients.py`).
         """
+        self._balance.before_step(self.loss_scale.value)
         with _attention_backends(self.device):
             return self.module.accumulate(micro_batches, self.loss_scale.value / targets) / targets
 

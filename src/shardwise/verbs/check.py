@@ -12,7 +12,8 @@ from shardwise.planner.memory import capacity_bytes
 from shardwise.planner.neighbours import neighbours
 from shardwise.planner.search import Found
 from shardwise.planner.single import refusals
-from shardwise.planner.stacks import STACKS
+from shardwise.planner.stacks import own_stack
+from shardwise.planner.subject import dtype_of
 from shardwise.spec import InputError, Layout, Run
 from shardwise.spec.legality import not_trainable
 from shardwise.spec.memory import GIB
@@ -78,8 +79,6 @@ def check(run: Run | dict[str, Any]) -> Check:
     advice = advise(Case(found, run.recipe, candidate.cost.hours, prices(), datetime.date.today()))
     findings = [*_memory(found, run), *(_finding(item) for item in advice)]
     findings.sort(key=lambda item: item.level)
-    if run.recipe.precision.compute != "bf16":
-        notes = (*notes, f"time and memory are those of bf16, not of {run.recipe.precision.compute}")
     if found.layout.offload != "none":
         notes = (*notes, "layout.offload: neither the time of its copies nor the host's memory is predicted")
     return Check(run, candidate, tuple(findings), (*notes, *_not_yet(run)))
@@ -95,10 +94,16 @@ def _memory(found: Found, run: Run) -> list[Finding]:
     if found.verdict == "fits":
         return []
     low, _, high = (size / GIB for size in found.memory.used)
-    capacity = capacity_bytes(run.cluster.gpu) / GIB
+    source = "memory model (docs/memory.md)"
+    capacity = (capacity_bytes(run.cluster.gpu) or 0.0) / GIB
+    if not capacity:
+        text = (
+            f"whether it fits is unknown: rank {found.memory.rank} needs {low:.1f} to {high:.1f} GiB, and how much "
+            f"{run.cluster.gpu.name} has is not known"
+        )
+        return [Finding("warning", "memory", text, source)]
     able = [item for item in neighbours(found, run.recipe) if item.verdict == "fits" and item.step_change is not None]
     nearest = f"; the fastest neighbour that fits: {able[0].line()}" if able else "; no neighbouring choice fits"
-    source = "memory model (docs/memory.md)"
     if found.verdict == "oom":
         text = f"does not fit: rank {found.memory.rank} needs at least {low:.1f} GiB of {capacity:.1f}{nearest}"
         return [Finding("error", "memory", text, source)]
@@ -109,8 +114,7 @@ def _memory(found: Found, run: Run) -> list[Finding]:
 def _unknown_figures(run: Run) -> str | None:
     """Why nothing can be predicted on this chip; None where it can."""
     try:
-        STACKS["shardwise"].speed(run.cluster.gpu, "bf16")
-        capacity_bytes(run.cluster.gpu)
+        own_stack(run.cluster.gpu).speed(run.cluster.gpu, dtype_of(run.recipe.precision))
     except InputError as error:
         return str(error)
     return None

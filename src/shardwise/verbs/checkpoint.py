@@ -91,7 +91,9 @@ def export_checkpoint(
     shapes = {
         their: shape
         for name, own in ours.items()
-        for their, shape in zip(their_names(naming, name), their_shapes(run.model, naming, name, own), strict=True)
+        for their, shape in zip(
+            their_names(run.model, naming, name), their_shapes(run.model, naming, name, own), strict=True
+        )
     }
 
     def tensors() -> Iterator[Any]:

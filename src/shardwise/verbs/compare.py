@@ -8,6 +8,7 @@ from typing import Any
 
 from shardwise.planner.comparison import Comparison
 from shardwise.spec import InputError, Run, load_run
+from shardwise.verbs.notes import on_precisions
 from shardwise.verbs.predicted import fill_cluster, predict_run
 
 
@@ -24,7 +25,9 @@ def compare(
         runs.append(resolved)
         candidates.append(candidate)
         notes += [f"{title}: {note}" for note in told]
-    return Comparison(titles, (runs[0], runs[1]), (candidates[0], candidates[1]), _once(notes, titles))
+    own, other = (run.recipe.precision for run in runs)
+    said = (*_once(notes, titles), *on_precisions(own, [other]))
+    return Comparison(titles, (runs[0], runs[1]), (candidates[0], candidates[1]), said)
 
 
 def whatif(source: str | Path | dict[str, Any], changes: Iterable[tuple[str, str]]) -> Comparison:

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import datetime
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from shardwise.planner.explain import reasons, utilisation
-from shardwise.planner.price import age_days, choose_price
 from shardwise.planner.search import Found, search
-from shardwise.planner.stacks import STACKS
-from shardwise.spec import InputError, Run
-from shardwise.spec.legality import untrainable
+from shardwise.planner.stacks import own_stack
+from shardwise.spec import InputError, Precision, Run
+from shardwise.spec.legality import untrainable, untrainable_precision
 from shardwise.spec.plan import Candidate, Cost, Plan, PredictedTime
-from shardwise.spec.presets import prices
 from shardwise.spec.price import Price
+from shardwise.verbs.notes import on_figures, on_precisions
+from shardwise.verbs.offers import choose_offer
 
 
 def plan(
@@ -22,47 +23,51 @@ def plan(
     provider: str | None = None,
     price: float | None = None,
     spot: bool = False,
+    live_prices: bool = False,
     top: int = 10,
+    precisions: Sequence[str] = (),
 ) -> Plan:
     """Rank every legal layout of a Run's model on its cluster, whatever layout it has now.
 
-    price: USD per GPU-hour instead of the dated snapshot's offer. Costs are for recipe.tokens or recipe.steps.
+    precisions: names such as "fp8", ranked together, instead of the recipe's own precision alone.
+    price: USD per GPU-hour instead of the dated snapshot's offer; live_prices: today's, where gpuhunt has one.
+    Costs are for recipe.tokens or recipe.steps.
     Raises InputError.
     """
     run = run if isinstance(run, Run) else Run.load(run)
-    result = search(run.model, run.cluster, run.recipe, STACKS["shardwise"], top=top)
-    today = datetime.date.today()
-    offer = choose_price(prices(), run.cluster.gpu.name, today, provider=provider, spot=spot)
-    if price is not None:
-        offer = Price.load(
-            {"gpu": run.cluster.gpu.name, "provider": "given", "usd_per_gpu_hour": price, "date": today,
-             "source": "--price"}, "--price",
-        )  # fmt: skip
-    notes = [f"time and memory are modelled, not measured: {STACKS['shardwise'].name} on {run.cluster.gpu.name}"]
-    if offer is None:
-        notes.append(f"no dated price of {run.cluster.gpu.name} is known: give --price")
-    elif price is None:
-        notes.append(
-            f"price: {offer.usd_per_gpu_hour} USD per GPU-hour at {offer.provider} ({offer.kind}), "
-            f"{age_days(offer, today)} days old"
-        )
+    runs = in_precisions(run, precisions)
+    results = [search(item.model, item.cluster, item.recipe, own_stack(run.cluster.gpu), top=top) for item in runs]
+    pairs = [(found, item) for item, result in zip(runs, results, strict=True) for found in result.found]
+    pairs = sorted(pairs, key=lambda pair: (pair[0].verdict == "oom", -pair[0].tokens_per_second))[:top]
+    offer, on_offer = choose_offer(run.cluster.gpu, provider=provider, price=price, spot=spot, live=live_prices)
+    notes = [*on_figures(run.cluster.gpu), *on_offer]
     if run.recipe.batch_tokens is None:
         notes.append("the batch is not given: each data rank gets as few micro-batches as its schedule allows")
-    candidates = tuple(candidate_of(found, run, offer) for found in result.found)
-    trainable = [
-        number for number, found in enumerate(candidates, start=1) if not any(untrainable(run.model, found.layout))
-    ]
-    if len(trainable) < len(candidates):
-        first = f"the first of them is number {trainable[0]}" if trainable else "none of these is one"
-        notes.append(f"`shardwise train` runs data-parallel layouts without recompute so far: {first}")
+    notes += on_precisions(run.recipe.precision, (item.recipe.precision for item in runs))
+    trainable = [number for number, (found, item) in enumerate(pairs, start=1) if _trainable(found, item)]
+    if len(trainable) < len(pairs):
+        first = f"the first that it can is number {trainable[0]}" if trainable else "it can run none of them"
+        notes.append(f"`shardwise train` cannot run all of these yet: {first}")
     return Plan(
-        candidates=candidates,
-        rejected=result.rejected,
-        searched=result.searched,
-        seconds=result.seconds,
-        run=run.replace(layout=candidates[0].layout),
+        candidates=tuple(candidate_of(found, item, offer) for found, item in pairs),
+        rejected=dict(sum((Counter(result.rejected) for result in results), Counter())),
+        searched=sum(result.searched for result in results),
+        seconds=sum(result.seconds for result in results),
+        run=pairs[0][1].replace(layout=pairs[0][0].layout),
         notes=tuple(notes),
     )
+
+
+def in_precisions(run: Run, precisions: Iterable[str]) -> list[Run]:
+    """The Run in each precision; as it is where none is named. Raises InputError for an unknown name."""
+    return [
+        run.replace(recipe=run.recipe.model_copy(update={"precision": precision}))
+        for precision in dict.fromkeys(Precision.load(name, "precision") for name in precisions)
+    ] or [run]
+
+
+def _trainable(found: Found, run: Run) -> bool:
+    return not any(untrainable(run.model, found.layout)) and not any(untrainable_precision(run.recipe.precision))
 
 
 def candidate_of(found: Found, run: Run, offer: Price | None) -> Candidate:
@@ -72,6 +77,7 @@ def candidate_of(found: Found, run: Run, offer: Price | None) -> Candidate:
     exposed = {kind: found.step.parts[kind] for kind in ("data", "tensor", "context", "expert")}
     return Candidate(
         layout=found.layout,
+        precision=run.recipe.precision.name,
         verdict=found.verdict,
         memory=found.memory,
         time=PredictedTime(

@@ -5,13 +5,14 @@ from __future__ import annotations
 import datetime
 
 from shardwise.planner.neighbours import spread
-from shardwise.planner.price import age_days, choose_price
+from shardwise.planner.price import choose_price
 from shardwise.planner.search import Found, search
 from shardwise.planner.single import judge
-from shardwise.planner.stacks import STACKS
+from shardwise.planner.stacks import own_stack
 from shardwise.spec import Layout, Run
 from shardwise.spec.plan import Candidate
 from shardwise.spec.presets import prices
+from shardwise.verbs.notes import on_figures, on_price
 from shardwise.verbs.plan import candidate_of
 
 
@@ -21,8 +22,8 @@ def predict_run(run: Run) -> tuple[Run, Found, Candidate, tuple[str, ...]]:
 
     Raises InputError where no layout, or not this one, can run.
     """
-    stack = STACKS["shardwise"]
-    notes = [f"time and memory are modelled, not measured: {stack.name} on {run.cluster.gpu.name}"]
+    stack = own_stack(run.cluster.gpu)
+    notes = [*on_figures(run.cluster.gpu)]
     if isinstance(run.layout, str):
         found = search(run.model, run.cluster, run.recipe, stack, top=1).found[0]
         run = run.replace(layout=found.layout)
@@ -34,9 +35,7 @@ def predict_run(run: Run) -> tuple[Run, Found, Candidate, tuple[str, ...]]:
     today = datetime.date.today()
     offer = choose_price(prices(), run.cluster.gpu.name, today)
     if offer:
-        notes.append(
-            f"price: {offer.usd_per_gpu_hour} USD per GPU-hour at {offer.provider}, {age_days(offer, today)} days old"
-        )
+        notes.append(on_price(offer, today))
     return run, found, candidate_of(found, run, offer), tuple(notes)
 
 

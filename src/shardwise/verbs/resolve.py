@@ -1,23 +1,28 @@
-"""`layout: auto` becomes a Layout: the planner's first choice, of what `train` can run."""
+"""`layout: auto` becomes a Layout: the planner's first choice of what `train` can run."""
 
 from __future__ import annotations
 
+import datetime
+import os
+
 from shardwise.planner.memory import capacity_bytes
 from shardwise.planner.search import search
-from shardwise.planner.stacks import STACKS
-from shardwise.spec import InputError, Layout, Run
+from shardwise.planner.stacks import generation, own_stack
+from shardwise.spec import Cluster, InputError, Layout, Run
+from shardwise.spec.cluster import Figure
 from shardwise.spec.legality import divisors, nearest_divisor
 from shardwise.spec.memory import GIB
 
-_MICRO_BATCH_TOKENS = 16_384  # where nothing is known of the chip
+_MICRO_BATCH_TOKENS = 16_384  # where the planner knows no rates
 
 
 def resolve_layout(run: Run, world: int) -> Run:
     """A Run whose layout is fixed and whose cluster has `world` devices.
 
-    auto: the fastest data-parallel layout that fits by the planner's figures. Where it has none (a CPU, fp32): FSDP2
-    over all ranks, and the largest micro-batch of at most 16,384 tokens that divides the batch. Raises InputError where
-    the batch does not divide over `world` ranks, or nothing fits.
+    auto: the fastest layout that `train` can run and that fits by the planner's figures; a chip of unknown memory (a
+    CPU) has its share of this machine's. Where the planner does not know the chip's rate in this precision: FSDP2 over
+    all ranks, and the largest micro-batch of at most 16,384 tokens that divides the batch. Raises InputError where the
+    batch does not divide over `world` ranks, or nothing fits.
     """
     per_node = run.cluster.gpus_per_node
     if world > per_node and world % per_node:  # an odd number of local ranks on a machine of one node
@@ -39,20 +44,38 @@ def resolve_layout(run: Run, world: int) -> Run:
 
 def _planned(run: Run) -> Layout | None:
     """The planner's choice; None where it knows too little, or nothing is legal (which is said later, with reasons)."""
-    if run.recipe.precision.compute not in ("bf16", "fp16"):
-        return None
+    cluster = _with_memory(run.cluster)
     try:
-        found = search(run.model, run.cluster, run.recipe, STACKS["shardwise"], trainable=True).found
+        found = search(run.model, cluster, run.recipe, own_stack(cluster.gpu), trainable=True).found
     except InputError:
         return None
     best = next((item for item in found if item.verdict == "fits"), found[0])
-    if best.verdict == "oom":
+    capacity = capacity_bytes(cluster.gpu)
+    if best.verdict == "oom" and capacity is not None:
         raise InputError(
-            f"layout: auto finds no data-parallel layout of {run.model.name} that fits {run.cluster.gpus} × "
-            f"{run.cluster.gpu.name}: the leanest needs {best.memory.used[0] / GIB:.0f} GiB of "
-            f"{capacity_bytes(run.cluster.gpu) / GIB:.0f}; `shardwise plan` shows what would fit"
+            f"layout: auto finds no layout of {run.model.name} that `train` can run and that fits "
+            f"{run.cluster.gpus} × {run.cluster.gpu.name}: the leanest needs {_gib(best.memory.used[0])} GiB of "
+            f"{_gib(capacity)}; `shardwise plan` shows what would fit"
         )
     return best.layout
+
+
+def _gib(size: float) -> str:
+    return f"{size / GIB:.0f}" if size >= 10 * GIB else f"{size / GIB:.1f}"
+
+
+def _with_memory(cluster: Cluster) -> Cluster:
+    """A rank's share of this machine's memory, where the chip's own is not known and ranks are processes on it."""
+    if capacity_bytes(cluster.gpu) is not None or generation(cluster.gpu) != "cpu":
+        return cluster
+    try:
+        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError, OSError):  # Windows has no sysconf
+        return cluster
+    share = total / min(cluster.gpus, cluster.gpus_per_node) / 1e9
+    memory = {"value": share, "class": "measured", "source": "this machine", "date": datetime.date.today()}
+    gpu = cluster.gpu.model_copy(update={"memory_gb": Figure.load(memory, "memory_gb")})
+    return cluster.model_copy(update={"gpu": gpu})
 
 
 def _plain(run: Run, world: int) -> Layout:

@@ -17,7 +17,7 @@ from shardwise.evaluation.bands import Bands
 from shardwise.evaluation.validation import validate
 from shardwise.launching import StopSignal
 from shardwise.parallel.apply import build_parallel
-from shardwise.parallel.mesh import Mesh
+from shardwise.parallel.mesh import Mesh, mesh_table
 from shardwise.parallel.process import Process
 from shardwise.planner.parameters import count_parameters
 from shardwise.report.progress import ProgressLine
@@ -188,7 +188,7 @@ class Session:
         return (
             f"{run.to_yaml()}"
             f"{run.model.name}: {count_parameters(run.model).total:,} parameters on {machine}, "
-            f"{run.fixed_layout.describe()}\n"
+            f"{run.fixed_layout.describe()}\n{mesh_table(run.fixed_layout)}\n"
             f"data: {human(data.train.tokens)} training tokens, {human(data.validation.tokens)} validation tokens; "
             f"{self.total} steps of {human(self._batch_tokens)} tokens "
             f"into {self.job.out}"

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+from shardwise.planner.live_prices import require_gpuhunt
+from shardwise.planner.stacks import own_stack
+from shardwise.planner.subject import dtype_of
 from shardwise.spec import Cluster, InputError, Run
 from shardwise.spec.plan import Candidate, ClusterSize
 from shardwise.spec.presets import gpu_names, gpu_preset
-from shardwise.verbs.plan import plan
+from shardwise.verbs.plan import in_precisions, plan
 
 
 def parse_sizes(text: str) -> list[int]:
@@ -27,20 +30,25 @@ def parse_sizes(text: str) -> list[int]:
 
 
 def sweep(
-    run: Run, sizes: list[int], *, budget: float | None = None, deadline_days: float | None = None, **pricing: Any
+    run: Run, sizes: list[int], *, budget: float | None = None, deadline_days: float | None = None, **options: Any
 ) -> list[ClusterSize]:
     """The best layout at each size at which one fits, smallest first: so the first is the smallest cluster that fits.
+    `options` are those of `plan`.
 
     budget (USD) and deadline keep only sizes within them, which needs recipe.tokens, and for the budget a price.
     Sizes that no layout fits, or into which the batch does not divide, are left out. Raises InputError.
     """
     if (budget or deadline_days) and not run.recipe.tokens:
         raise InputError("--budget and --deadline need --tokens: how much is to be trained")
+    if options.get("live_prices"):
+        require_gpuhunt()
+    for item in in_precisions(run, options.get("precisions", ())):  # no rate, no size: said once, and not passed over
+        own_stack(run.cluster.gpu).speed(run.cluster.gpu, dtype_of(item.recipe.precision))
     found: list[tuple[int, Candidate]] = []
     for gpus in sizes:
         try:
             cluster = Cluster.load({"gpu": run.cluster.gpu, "gpus": gpus}, "cluster")
-            best = plan(run.replace(cluster=cluster), top=1, **pricing).candidates[0]
+            best = plan(run.replace(cluster=cluster), top=1, **options).candidates[0]
         except InputError:
             continue
         if best.verdict != "oom":
@@ -80,15 +88,18 @@ def _undominated(best: Candidate, others: list[tuple[int, Candidate]]) -> bool:
     )
 
 
-def cheapest_to_debug(run: Run, *, spot: bool = False) -> list[ClusterSize]:
+def cheapest_to_debug(run: Run, **options: Any) -> list[ClusterSize]:
     """One card of each kind that holds the model with one sequence, the cheapest hour first. Architecture is debugged
-    there; the run is trained elsewhere."""
+    there; the run is trained elsewhere. `options` are those of `plan`."""
     small = run.replace(recipe=run.recipe.model_copy(update={"batch_tokens": None, "tokens": None, "steps": None}))
+    if options.get("live_prices"):
+        require_gpuhunt()
+    in_precisions(run, options.get("precisions", ()))
     priced = []
     for name in gpu_names():
         cluster = Cluster.load({"gpu": gpu_preset(name), "gpus": 1}, "cluster")
         try:
-            best = plan(small.replace(cluster=cluster), top=1, spot=spot).candidates[0]
+            best = plan(small.replace(cluster=cluster), top=1, **options).candidates[0]
         except InputError:
             continue
         if best.verdict == "fits" and best.cost.price_usd_per_gpu_hour is not None:

@@ -3,7 +3,8 @@ comes from."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import functools
+from dataclasses import dataclass, replace
 
 from shardwise.planner.memory.activations import Policy, Style
 from shardwise.spec import Layout
@@ -24,8 +25,11 @@ class Family:
     Else every data rank has whole weights of `weight_bytes` and whole gradients, and shares out
     `state_bytes` of each (master weight, moments), with `copies_gradients` an fp32 copy of narrower gradients too.
 
-    `slack`: reserved over live, (low, mid, high). Outside the allocator: `context` of the process, `first_group` and
-    `group` of the communicators.
+    `copies_operands`: products in fp8 or fp4 make their operands from tensors that stay in the compute type, and drop
+    them (torchao's Float8Linear); else that costs nothing.
+
+    `slack`: reserved over live, (low, mid, high). `workspace`: of libraries, from the allocator. Outside the allocator:
+    `context` of the process, `first_group` and `group` of the communicators.
     """
 
     name: str
@@ -39,7 +43,9 @@ class Family:
     weight_bytes: float = 2.0
     state_bytes: float = 12.0
     copies_gradients: bool = False
+    copies_operands: bool = False
     slack: tuple[float, float, float] = (1.02, 1.07, 1.2)
+    workspace: float = WORKSPACE
     context: float = 0.7 * GIB
     first_group: float = 1.0 * GIB
     group: float = 0.25 * GIB
@@ -67,7 +73,7 @@ FAMILIES = {
     family.name: family
     for family in [
         # With tensor parallelism: torch's loss_parallel.
-        Family("shardwise", _TORCH, Style(fused=True), parallel_loss=16.0),
+        Family("shardwise", _TORCH, Style(fused=True), parallel_loss=16.0, copies_operands=True),
         Family("torchtitan", _TITAN, _TITAN_COMPILED, selective="alternate", compiled_loss=6.0, parallel_loss=16.0),
         # Until the end of 2024 its loss was not compiled, and reserved memory stood further above live.
         Family(
@@ -99,3 +105,13 @@ FAMILIES = {
         ),
     ]
 }
+
+
+@functools.cache
+def family_of(stack: str, *, cpu: bool) -> Family:
+    """The family of a stack on its chips. On a CPU there is no CUDA and no caching allocator: a rank without a
+    model has 0.31 GiB (benchmarks/cpu_figures.py), and the band is malloc's, modelled."""
+    family = FAMILIES[stack]
+    if not cpu:
+        return family
+    return replace(family, workspace=0.0, context=0.31 * GIB, first_group=0.0, group=0.0, slack=(1.0, 1.05, 1.25))

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 from shardwise.planner.memory.families import GIB, Family
-from shardwise.spec import Gpu, InputError, Layout
+from shardwise.spec import Gpu, Layout
 from shardwise.spec.memory import Memory
+from shardwise.spec.plan import Verdict
 
 MIB = 2**20
-Verdict = Literal["fits", "tight", "oom"]
 
 # Total that nvidia-smi shows, MiB: the H200's as seen here, the others' as commonly posted. A data sheet's GB are
 # GiB on some chips and 1e9 bytes on others, so chips that are not listed count as the smaller.
@@ -28,24 +26,27 @@ _DRIVER = 0.6 * GIB  # of the total, what no process gets
 
 
 def outside_bytes(layout: Layout, family: Family) -> tuple[float, float]:
-    """NCCL's buffers, and CUDA context with loaded kernels and libraries."""
+    """The communicators' buffers, and the process with its CUDA context, loaded kernels and libraries."""
     degrees = (layout.dp_shard * layout.cp, layout.dp_replicate, layout.tp, layout.pp, layout.ep, layout.cp)
     groups = sum(degree > 1 for degree in degrees)
     communication = family.first_group + family.group * (groups - 1) if groups else 0.0
     return communication, family.context
 
 
-def capacity_bytes(gpu: Gpu) -> float:
-    """What a process can use of the chip's memory. Raises InputError where the chip's memory is not known."""
+def capacity_bytes(gpu: Gpu) -> float | None:
+    """What a process can use of the chip's memory; None where that is not known."""
     if gpu.name in _VISIBLE_MIB:
         return _VISIBLE_MIB[gpu.name] * MIB - _DRIVER
     if gpu.memory_gb is None:
-        raise InputError(f"cluster.gpu {gpu.name}: its memory is not known")
+        return None
     return gpu.memory_gb.value * 1e9 - _DRIVER
 
 
 def verdict(memory: Memory, gpu: Gpu) -> Verdict:
-    """`fits` where even the high end of the band does, `oom` where not even the low end does, else `tight`."""
+    """`fits` where even the high end of the band does, `oom` where not even the low end does, else `tight`; `unknown`
+    where nobody said what the chip has."""
     low, _, high = memory.used
     capacity = capacity_bytes(gpu)
+    if capacity is None:
+        return "unknown"
     return "fits" if high <= capacity else "oom" if low > capacity else "tight"

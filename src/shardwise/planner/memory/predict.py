@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import functools
 import math
+from collections import Counter
 from collections.abc import Iterable
 from typing import Literal
 
 from shardwise.planner.memory.activations import Policy, block_kept, kept_bytes
-from shardwise.planner.memory.families import FAMILIES, WORKSPACE, Family
+from shardwise.planner.memory.families import FAMILIES, Family, family_of
 from shardwise.planner.memory.fit import outside_bytes
 from shardwise.planner.memory.stages import Chunk, Held, chunks_of, held
 from shardwise.planner.memory.units import Event, Situation, replicated_events, sharded_events
 from shardwise.planner.memory.weights import Weights, block_weights, position_weights, sharding, table_weights
 from shardwise.planner.memory.whole import whole_events, whole_states
+from shardwise.planner.recompute import recompute_of
+from shardwise.planner.stacks import generation
 from shardwise.planner.subject import Subject
 from shardwise.spec import Layout, Model
 from shardwise.spec.memory import Memory
@@ -37,14 +40,13 @@ def _candidates(subject: Subject) -> list[int]:
     layout = subject.layout
     if layout.pp <= 3:
         return list(range(layout.pp))
-    layers = [
-        sum(chunk.layers for chunk in chunks_of(subject.model, layout, rank).values()) for rank in range(layout.pp)
-    ]
+    layers = [sum(chunk.layers for chunk in chunks_of(subject, layout, rank).values()) for rank in range(layout.pp)]
     return sorted({0, layers.index(max(layers)), layout.pp - 1})
 
 
 def _rank_memory(subject: Subject, rank: int) -> Memory:
-    layout, family = subject.layout, FAMILIES[subject.stack.name]
+    layout = subject.layout
+    family = family_of(subject.stack.name, cpu=generation(subject.cluster.gpu) == "cpu")
     at = _situation(subject, family, rank)
     moments: Iterable[Event]
     if family.sharded_units:
@@ -61,7 +63,7 @@ def _rank_memory(subject: Subject, rank: int) -> Memory:
     if layout.offload == "parameters":
         parameters = 0.0
     event, gradients, gathered, activations, logits, transient = max(moments, key=lambda moment: sum(moment[1:]))
-    transient += WORKSPACE
+    transient += family.workspace
     live = parameters + optimizer + gradients + gathered + activations + logits + transient
     low, mid, high = family.slack
     communication, outside = outside_bytes(layout, family)
@@ -86,9 +88,9 @@ def _rank_memory(subject: Subject, rank: int) -> Memory:
 
 def _situation(subject: Subject, family: Family, rank: int) -> Situation:
     layout, model = subject.layout, subject.model
-    chunks = chunks_of(model, layout, rank)
+    chunks = chunks_of(subject, layout, rank)
     embeds, heads = 0 in chunks, len(chunks) * layout.pp - 1 in chunks
-    width = _WIDTHS.get(subject.dtype, 2)
+    width = activation_width(subject)
     tokens = layout.micro_batch * subject.sequence / layout.cp
     even, ranks = not family.sharded_units, sharding(layout)
     counts = {False: sum(chunk.dense for chunk in chunks.values()), True: sum(chunk.moe for chunk in chunks.values())}
@@ -106,7 +108,7 @@ def _situation(subject: Subject, family: Family, rank: int) -> Situation:
         return sum(count * _kept_of_chunk(chunks[stage], kept, layout) for stage, count in in_flight.items())
 
     stream = width * tokens * model.hidden / (layout.tp if subject.sequence_parallel else 1)
-    left, again = _recompute(layout, *kept[largest], stream=stream, layers=sum(counts.values()))
+    left, again = _recompute(layout, *kept[largest], stream=stream, layers=max(chunk.layers for chunk in chunks.values()))
     offloaded = layout.offload == "activations"  # leaves the block that computes and the one that is being copied
     style = family.style(layout)
     return Situation(
@@ -129,11 +131,24 @@ def _situation(subject: Subject, family: Family, rank: int) -> Situation:
         kept_at_head=2 * left if offloaded else activations(at_head),
         kept_block=left,
         recomputed=again,
-        working=_working(subject, tokens, width, moe=largest, stream=stream, scores=style.scores),
+        working=_working(subject, tokens, width, moe=largest, stream=stream, scores=style.scores)
+        + family.copies_operands * _operands(subject, tokens),
         logits=tokens * model.vocabulary / layout.tp,
         loss=family.loss_bytes(layout),
         chunked=layout.loss == "chunked",
     )
+
+
+def activation_width(subject: Subject) -> int:
+    """Bytes of an element."""
+    return _WIDTHS.get(subject.dtype, 2)
+
+
+def kept_of_block(subject: Subject, tokens: float, *, moe: bool) -> tuple[float, float]:
+    """Bytes that one block keeps of a micro-batch of `tokens` on this rank: without recompute, and where the layout's
+    policy recomputes it."""
+    family = family_of(subject.stack.name, cpu=generation(subject.cluster.gpu) == "cpu")
+    return _kept_of_block(subject, family, tokens, activation_width(subject), moe=moe)
 
 
 def _kept_of_block(subject: Subject, family: Family, tokens: float, width: int, *, moe: bool) -> tuple[float, float]:
@@ -180,25 +195,40 @@ def _kept_per_token(
 
 def _kept_of_chunk(chunk: Chunk, kept: dict[bool, tuple[float, float]], layout: Layout) -> float:
     """Saved activations of one micro-batch in one stage."""
-    dense = _kept_of_layers(chunk.dense, *kept[False], layout) if chunk.dense else 0.0
-    return dense + (_kept_of_layers(chunk.moe, *kept[True], layout) if chunk.moe else 0.0)
+    counts = _blocks_that_keep(layout.recompute, chunk.dense, chunk.moe)
+    return sum(count * kept[moe][again] for (moe, again), count in counts.items())
 
 
-def _kept_of_layers(count: int, none: float, some: float, layout: Layout) -> float:
-    kind = layout.recompute
-    if kind.startswith("every:"):
-        again = -(-count // int(kind.removeprefix("every:")))
-        return again * some + (count - again) * none
-    if kind == "sqrt":
-        return some * math.ceil(count / math.ceil(math.sqrt(count)))
-    return count * some
+@functools.lru_cache(maxsize=4096)
+def _blocks_that_keep(policy: str, dense: int, moe: int) -> dict[tuple[bool, bool], int]:
+    """How many blocks of a stage, dense ones first, keep what: by (with experts, what the policy leaves)."""
+    segments = recompute_of(policy).segments(dense + moe)
+    repeated = {index for segment in segments for index in segment}
+    keep = [(segment.start >= dense, True) for segment in segments]
+    keep += [(index >= dense, False) for index in range(dense + moe) if index not in repeated]
+    return dict(Counter(keep))
 
 
 def _recompute(layout: Layout, none: float, some: float, *, stream: float, layers: int) -> tuple[float, float]:
-    """What a block's backward finds, and what it makes again (with sqrt: a whole segment)."""
+    """What a block's backward finds, and what it makes again (with sqrt: a whole segment of a stage of `layers`)."""
     if layout.recompute == "sqrt":
-        return stream, math.ceil(math.sqrt(layers)) * none - stream
+        longest = max(len(segment) for segment in recompute_of(layout.recompute).segments(layers))
+        return stream, longest * none - stream
     return some, max(0.0, none - some)
+
+
+# Bytes of an operand's element; nvfp4 has a scale of one byte for 16 elements.
+_OPERAND_BYTES = {"fp8": 1.0, "fp4": 0.5 + 1 / 16}
+
+
+def _operands(subject: Subject, tokens: float) -> float:
+    """Low-precision copies for the largest product of a backward, that of the MLP: of its input, its weight, and the
+    gradient of its output. What autograd keeps stays in the compute type (torchao's Float8Linear saves the
+    input that it was given and casts it again). Modelled: nothing here was measured."""
+    model, tp = subject.model, subject.layout.tp
+    columns = (2 if model.activation == "swiglu" else 1) * model.ffn / tp
+    elements = tokens * (model.hidden + columns) + model.hidden * columns
+    return _OPERAND_BYTES.get(subject.dtype, 0.0) * elements
 
 
 def _working(subject: Subject, tokens: float, width: int, *, moe: bool, stream: float, scores: bool) -> float:

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 from shardwise.planner.pipeline import in_flight
 from shardwise.planner.schedules import rank_order, stages_of, steady_micro_batches
+from shardwise.planner.stages import cut_of
+from shardwise.planner.subject import Subject
 from shardwise.spec import Layout, Model
 
 FOLDED = ("zbv", "dualpipev")  # each rank has two stages, whatever virtual_stages says
@@ -25,24 +27,24 @@ class Chunk:
         return self.dense + self.moe
 
 
-def chunks_of(model: Model, layout: Layout, rank: int) -> dict[int, Chunk]:
-    """The stages of a pipeline rank, by number. Layer l is on stage l · stages // layers, as in `planner/step.py`."""
+def chunks_of(subject: Subject, layout: Layout, rank: int) -> dict[int, Chunk]:
+    """The stages of a pipeline rank, by number, were the subject's layout this one."""
+    model = subject.model
     if layout.pp == 1:
-        return {0: _chunk(model, 0, 1)}
+        return {0: _chunk(model, range(model.layers))}
     stages = layout.pp * layout.virtual_stages
     if layout.schedule in FOLDED:
         stages = 2 * layout.pp
+    cut = cut_of(subject, stages)
     return {
-        stage: _chunk(model, stage, stages)
-        for stage in stages_of(layout.schedule, layout.pp, layout.virtual_stages, rank)
+        stage: _chunk(model, cut[stage]) for stage in stages_of(layout.schedule, layout.pp, layout.virtual_stages, rank)
     }
 
 
-def _chunk(model: Model, stage: int, stages: int) -> Chunk:
-    first, end = -(-stage * model.layers // stages), -(-(stage + 1) * model.layers // stages)
+def _chunk(model: Model, layers: range) -> Chunk:
     dense_layers = model.experts.dense_layers if model.experts else model.layers
-    dense = max(0, min(end, dense_layers) - first)
-    return Chunk(dense, end - first - dense)
+    dense = max(0, min(layers.stop, dense_layers) - layers.start)
+    return Chunk(dense, len(layers) - dense)
 
 
 def held(schedule: str, pipeline: int, micro_batches: int, virtual: int, rank: int) -> tuple[Held, Held]:

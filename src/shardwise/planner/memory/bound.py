@@ -1,0 +1,112 @@
+"""A lower bound of the memory of many layouts at once, so that few of them need a whole prediction."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from shardwise.planner.estimate import Array, Space
+from shardwise.planner.memory.families import family_of
+from shardwise.planner.memory.fit import outside_bytes
+from shardwise.planner.memory.predict import activation_width, kept_of_block
+from shardwise.planner.memory.stages import chunks_of, held
+from shardwise.planner.memory.units import CHUNKS
+from shardwise.planner.memory.weights import block_weights, position_weights, sharding, table_weights
+from shardwise.planner.stacks import generation
+from shardwise.planner.subject import Subject
+
+
+def least_used(base: Subject, space: Space, *, loss: str, offload: str) -> Array:
+    """Bytes that `predict_memory(…).used[0]` is never below, of shape (splits, sizes, recomputes, schedules).
+
+    Three moments of units.py on the first pipeline rank, without their temporaries: the loss where this rank has it,
+    the start of the backward, and the update. Zeros for software that keeps whole weights (whole.py).
+    """
+    splits, model, layout = space.splits, base.model, space.splits[0]
+    family = family_of(base.stack.name, cpu=generation(base.cluster.gpu) == "cpu")
+    shape = (len(splits), len(space.sizes), len(space.recomputes), len(space.schedules))
+    if not family.sharded_units:
+        return np.zeros(shape)
+    width = activation_width(base)
+    wide, casts, pp = max(4, width), width < 4, layout.pp
+    chunks = [
+        chunks_of(base, layout.model_copy(update={"schedule": schedule, "virtual_stages": virtual}), 0)
+        for schedule, virtual in space.schedules
+    ]
+    heads = np.array([len(here) * pp - 1 in here for here in chunks])
+    own_head = heads & (not model.tied)
+
+    # Weights. `whole` by schedule; shards by split and schedule; what they make by split, size, recompute and schedule.
+    ranks = [sharding(split) for split in splits]
+    table, positions = table_weights(model, layout.tp, 1), position_weights(model, 1)
+    whole, shard = np.zeros(len(chunks)), np.zeros((len(splits), len(chunks)))
+    smallest = np.inf
+    kinds = {moe: np.array([_layers(here.values(), moe) for here in chunks]) for moe in (False, True)}
+    kinds = {moe: count for moe, count in kinds.items() if count.any()}
+    for moe, count in kinds.items():
+        blocks = [block_weights(model, layout.tp, layout.ep, number, moe=moe) for number in ranks]
+        smallest = min(smallest, blocks[0].whole)
+        whole += blocks[0].whole * count
+        shard += np.array([block.shard for block in blocks])[:, None] * count
+    blocks_whole = whole
+    whole = whole + table.whole * (1 + own_head) + positions.whole
+    outer = [table_weights(model, layout.tp, number).shard for number in ranks]
+    shard = shard + np.array(outer)[:, None] * (1 + own_head)
+    shard += np.array([position_weights(model, number).shard for number in ranks])[:, None]
+    zero = np.array([split.zero for split in splits])[:, None]
+    parameters = wide * np.where(zero == 1, whole, shard) * (offload != "parameters")
+    states = parameters + 2 * wide * shard * (offload not in ("optimizer", "parameters"))
+    several = np.array([number > 1 for _, number in space.sizes])[:, None]
+    replicated = np.array([split.zero < 2 and split.data_ranks * split.cp > 1 for split in splits])
+    unsharded = (zero < 2)[:, None] | ((pp > 1) & several)
+    gradients = 4 * np.where(unsharded, whole, shard[:, None])
+    before = gradients * (several | replicated[:, None, None])  # already there when a backward starts
+    computed = np.where(zero == 2, width * blocks_whole, 2 * width * smallest)
+    computed = np.where(zero < 2, width * (blocks_whole + table.whole * heads) * casts, computed)
+
+    # Activations, by size, recompute and schedule.
+    in_flight = [
+        [
+            (dict.fromkeys(here, 1) if pp == 1 else held(schedule, pp, number, virtual, 0)[0]) if allowed else {}
+            for (schedule, virtual), here, allowed in zip(space.schedules, chunks, row, strict=True)
+        ]
+        for (_, number), row in zip(space.sizes, space.allowed, strict=True)
+    ]
+    tokens = np.array([size for size, _ in space.sizes])[:, None, None] * base.sequence / layout.cp
+    kept = np.zeros(shape[1:])
+    again = np.full(len(space.recomputes), np.inf)
+    for moe in kinds:
+        layers = np.array(
+            [
+                [
+                    sum(count * _layers([here[stage]], moe) for stage, count in now.items())
+                    for now, here in zip(row, chunks, strict=True)
+                ]
+                for row in in_flight
+            ]
+        )[:, None]
+        per_token = [
+            kept_of_block(replace(base, layout=layout.model_copy(update={"recompute": recompute})), 1.0, moe=moe)
+            for recompute in space.recomputes
+        ]
+        some = np.array([after for _, after in per_token])[None, :, None]
+        again = np.minimum(again, [max(0.0, none - after) for none, after in per_token])
+        if offload != "activations":
+            kept += tokens * some * layers
+    backward = kept + tokens * again[None, :, None]
+    loss_at = family.loss_bytes(layout) * tokens * model.vocabulary / layout.tp / (CHUNKS if loss == "chunked" else 1)
+    at_loss = kept + loss_at * (pp == 1)
+
+    live = states[:, None, None] + np.maximum(
+        gradients[:, :, None],
+        before[:, :, None] + np.maximum(computed[:, None, None] + backward, at_loss),
+    )
+    beside = np.array([sum(outside_bytes(split, family)) for split in splits])[:, None, None, None]
+    result: Array = family.slack[0] * live + beside
+    return result
+
+
+def _layers(chunks: Any, moe: bool) -> int:
+    return sum(chunk.moe if moe else chunk.dense for chunk in chunks)

@@ -1,0 +1,177 @@
+"""Does a layout train the same model as one process? A few steps on either, and how far apart they end.
+
+SGD, because AdamW turns a difference of 1e-7 in a gradient into one of 1e-4 in a weight.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from shardwise.data import Order
+from shardwise.parallel.apply import build_parallel
+from shardwise.parallel.materialize import own_part
+from shardwise.parallel.mesh import Mesh, build_mesh
+from shardwise.parallel.module import MicroBatch, ParallelModule
+from shardwise.spec import Run
+from shardwise.training.batches import Batches
+from shardwise.training.loop import Trainer
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What a few steps left behind, the same on every rank. Weights and buffers are whole, by name."""
+
+    initial: dict[str, Tensor]
+    tokens: tuple[str, ...]  # a hash of each step's batch, in the order of the batch
+    losses: tuple[float, ...]
+    norms: tuple[float | None, ...]
+    scales: tuple[float | None, ...]
+    validation: float  # loss of the first batch after the last step, without gradients
+    final: dict[str, Tensor]
+    apart: float = 0.0  # the largest difference between two ranks' copies of the same weight, before or after the steps
+
+
+class RandomTokens:
+    """A stream of random ids. Its last window is partial, so that ranks see unequal numbers of targets."""
+
+    def __init__(self, run: Run):
+        self.tokens = run.recipe.total_steps * run.recipe.batch_sequences * run.recipe.sequence
+        self.tokens -= run.recipe.sequence // 2 + 1
+        self._ids = np.random.default_rng(run.recipe.seed).integers(run.model.vocabulary, size=self.tokens)
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        return self._ids[start:stop]
+
+
+class _Watched(Batches):
+    """Batches that remember this rank's ids."""
+
+    def __init__(self, *arguments: object, **named: object):
+        super().__init__(*arguments, **named)  # type: ignore[arg-type]
+        self.seen: list[bytes] = []
+
+    def take(self, index: int) -> list[MicroBatch]:
+        batches = super().take(index)
+        self.seen.append(b"".join(ids.cpu().numpy().tobytes() for ids, _ in batches))
+        return batches
+
+
+def train_few_steps(run: Run, device: torch.device, load: Callable[[str], Tensor] | None = None) -> Trained:
+    """Train a Run of few steps from its first on random tokens, on the default process group. Called on every rank.
+
+    load: gives the whole of an initial weight or buffer by its name, on the CPU; default: as the Run's seed has it.
+    """
+    layout = run.fixed_layout
+    mesh = build_mesh(layout, device.type)
+    module = build_parallel(run, mesh, device)
+    if load is not None:
+        _fill(module, load)
+    initial, apart_before = _gathered(module)
+    stream = RandomTokens(run)
+    order = Order(stream.tokens, run.recipe.sequence, run.recipe.batch_sequences, run.recipe.seed)
+    trainer = Trainer(run, module, wants_stop=lambda: False)
+    batches = _Watched(stream, order, layout, mesh.data_rank, run.model.vocabulary, device)
+    steps = list(trainer.steps(batches, order, 0))
+    seen = batches.seen
+    first = batches.take(0)
+    batches.close()
+    module.train(False)
+    loss = torch.stack(trainer.losses(first)).sum().double()
+    module.train(True)
+    dist.all_reduce(loss)
+    final, apart_after = _gathered(module)
+    return Trained(
+        initial,
+        tuple(_in_order(mesh, seen)),
+        tuple(step.loss for step in steps),
+        tuple(step.grad_norm for step in steps),
+        tuple(step.loss_scale for step in steps),
+        float(loss) / order.targets(0),
+        final,
+        max(apart_before, apart_after),
+    )
+
+
+def whole_tensors(module: ParallelModule) -> dict[str, Tensor]:
+    """The whole weights and buffers, by name, on every rank."""
+    return _gathered(module)[0]
+
+
+@torch.no_grad()
+def _gathered(module: ParallelModule) -> tuple[dict[str, Tensor], float]:
+    """`whole_tensors`, those of the first rank that has each; and how far apart the ranks' copies are."""
+    tensors = [*module.named_buffers(), *module.named_parameters()]
+    own = {name: (t.full_tensor() if isinstance(t, DTensor) else t).detach().cpu().clone() for name, t in tensors}
+    forms: list[dict[str, tuple[torch.Size, torch.dtype]]] = [{}] * dist.get_world_size()
+    dist.all_gather_object(forms, {name: (tensor.shape, tensor.dtype) for name, tensor in own.items()})
+    whole: dict[str, Tensor] = {}
+    apart = torch.zeros((), dtype=torch.float64, device=module.device)
+    for name, (shape, dtype) in {name: form for part in forms for name, form in part.items()}.items():
+        source = next(rank for rank, part in enumerate(forms) if name in part)
+        mine = own.pop(name, None)
+        tensor = torch.empty(shape, dtype=dtype) if mine is None or dist.get_rank() != source else mine
+        tensor = tensor.to(module.device)
+        dist.broadcast(tensor, source)
+        whole[name] = tensor.cpu()
+        if mine is not None and mine.numel():
+            apart = torch.maximum(apart, (mine.double() - whole[name].double()).abs().max().to(module.device))
+    dist.all_reduce(apart, dist.ReduceOp.MAX)
+    return whole, _finite(float(apart))
+
+
+@torch.no_grad()
+def _fill(module: ParallelModule, load: Callable[[str], Tensor]) -> None:
+    for name, tensor in [*module.named_buffers(), *module.named_parameters()]:
+        full = load(name)
+        if isinstance(tensor, DTensor):
+            tensor.to_local().copy_(own_part(full, tensor))
+        else:
+            tensor.copy_(full)
+
+
+def _in_order(mesh: Mesh, seen: list[bytes]) -> Iterator[str]:
+    parts: list[tuple[int, list[bytes]]] = [(0, [])] * dist.get_world_size()
+    dist.all_gather_object(parts, (mesh.data_rank, seen))
+    ranks = dict(parts)
+    for step in range(len(seen)):
+        yield hashlib.sha256(b"".join(ranks[rank][step] for rank in sorted(ranks))).hexdigest()
+
+
+def differences(trained: Trained, reference: Trained) -> dict[str, float]:
+    """The largest absolute difference by quantity: `initial weights`, `tokens`, `loss`, `gradient norm`, `weights`,
+    `validation loss`, and `copies` (those of a weight on several ranks, of each other). Infinite where there is
+    something on one side only, or the tokens are not the same."""
+    return {
+        "initial weights": _apart(trained.initial, reference.initial),
+        "tokens": 0.0 if trained.tokens == reference.tokens else float("inf"),
+        "loss": _distance(trained.losses, reference.losses),
+        "gradient norm": _distance(trained.norms, reference.norms),
+        "weights": _apart(trained.final, reference.final),
+        "validation loss": _distance((trained.validation,), (reference.validation,)),
+        "copies": trained.apart,
+    }
+
+
+def _apart(left: dict[str, Tensor], right: dict[str, Tensor]) -> float:
+    if left.keys() != right.keys() or any(left[name].shape != right[name].shape for name in left):
+        return float("inf")
+    return max(_finite(float((left[name].double() - right[name].double()).abs().max())) for name in left)
+
+
+def _distance(left: tuple[float | None, ...], right: tuple[float | None, ...]) -> float:
+    if len(left) != len(right) or [x is None for x in left] != [x is None for x in right]:
+        return float("inf")
+    return max((_finite(abs(x - y)) for x, y in zip(left, right, strict=True) if x is not None and y is not None),
+               default=0.0)  # fmt: skip
+
+
+def _finite(number: float) -> float:
+    return number if number == number else float("inf")
