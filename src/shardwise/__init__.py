@@ -21,6 +21,7 @@ _VERBS = {
     "plan": "shardwise.verbs.plan",
     "prepare_data": "shardwise.verbs.prepare_data",
     "train": "shardwise.verbs.train",
+    "verify": "shardwise.verbs.verify",
     "verify_checkpoint": "shardwise.verbs.checkpoint",
     "whatif": "shardwise.verbs.compare",
 }

@@ -115,6 +115,23 @@ def test_a_vocabulary_that_is_no_multiple_of_8():
     assert "alignment" not in topics(padded_case)
 
 
+def test_low_precision_without_validation():
+    advice = topics(case_of({"dp_shard": 8}, precision="fp8"))["precision"]
+    assert advice.risk
+    assert "compare with a short run in bf16" in advice.text
+    watched = case_of({"dp_shard": 8}, precision="fp8", evaluation={"every": 100})
+    assert "precision" not in topics(watched)
+
+
+def test_a_capacity_factor_drops_tokens():
+    model = model_preset("mixtral-8x7b")
+    dropping = model.experts.model_copy(update={"capacity_factor": 1.25})
+    layout = {"dp_shard": 64, "ep": 8}
+    advice = topics(case_of(layout, model="mixtral-8x7b", changes={"experts": dropping}))["capacity factor"]
+    assert "drops what an expert gets beyond 1.25 times" in advice.text
+    assert "capacity factor" not in topics(case_of(layout, model="mixtral-8x7b"))
+
+
 def test_fp16_where_there_is_bf16():
     advice = topics(case_of({"dp_shard": 8}, precision="fp16"))["precision"]
     assert advice.risk

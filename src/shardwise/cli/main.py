@@ -16,9 +16,10 @@ from shardwise.cli.generate import generate
 from shardwise.cli.overrides import split_overrides
 from shardwise.cli.plan import plan
 from shardwise.cli.train import RUN_FIELDS, train
+from shardwise.cli.verify import verify
 from shardwise.spec import InputError
 
-_TAKE_A_RUN = {"train", "explain", "whatif", "check"}  # verbs that accept --recipe.steps 40 and the like
+_TAKE_A_RUN = {"train", "explain", "whatif", "check", "verify"}  # verbs that accept --recipe.steps 40 and the like
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 app.command(epilog=RUN_FIELDS)(train)
@@ -27,6 +28,7 @@ app.command(epilog=RUN_FIELDS)(explain)
 app.command(epilog=RUN_FIELDS)(whatif)
 app.command()(compare)
 app.command(epilog=RUN_FIELDS)(check)
+app.command(epilog=RUN_FIELDS)(verify)
 app.command()(generate)
 app.add_typer(data.app, name="data", help="Token shards.")
 app.add_typer(checkpoint.app, name="checkpoint", help="What a run has saved; to and from Hugging Face.")

@@ -7,9 +7,9 @@ worse. Advice without a better alternative is not given.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 
-from shardwise.planner.advice_case import Case
+from shardwise.planner.advice_case import Advice, Case
+from shardwise.planner.advice_risks import RISKS
 from shardwise.planner.memory import capacity_bytes
 from shardwise.planner.price import choose_price
 from shardwise.planner.search import Found
@@ -18,28 +18,14 @@ from shardwise.spec.presets import gpu_names, gpu_preset
 
 COSTLY = 0.05  # share of the step time above which `check` fails
 _WORTH = 0.01  # share of the step time from which a faster alternative is named
-_LONG_HOURS = 3.0  # of work between checkpoints, from which its loss is named
 _DEBUG_HOURS = 1 / 6  # a run that computes for less is there to try things out
-_FAILURE_GPU_HOURS = 16_384 * 54 * 24 / 419  # 419 unexpected interruptions in 54 days of Llama 3 405B
 
 MODELLED = "predicted with that choice changed"
 
 
-@dataclass(frozen=True)
-class Advice:
-    """`gain`: share of the step time that heeding it saves, where it is about speed. `risk`: ignoring it may cost the
-    run, or days of it. `source`: where the figure or the rule comes from."""
-
-    topic: str
-    text: str
-    source: str
-    gain: float | None = None
-    risk: bool = False
-
-
 def advise(case: Case) -> tuple[Advice, ...]:
     """All that applies, the dearest first. About speed only where the Run may fit: what does not fit is not slow."""
-    rules = (*_ALWAYS, *(() if case.found.verdict == "oom" else _SPEED))
+    rules = (*RISKS, *(() if case.found.verdict == "oom" else _SPEED))
     given = [advice for rule in rules for advice in rule(case)]
     return tuple(sorted(given, key=lambda item: (not item.risk, -(item.gain or 0.0))))
 
@@ -183,60 +169,6 @@ def alignment(case: Case) -> Iterator[Advice]:
             )
 
 
-def half_precision(case: Case) -> Iterator[Advice]:
-    """fp16 ends at 65,504, bf16 where fp32 does."""
-    peak = case.cluster.gpu.peak_flops("bf16")
-    if case.recipe.precision.compute == "fp16" and peak:
-        yield Advice(
-            "precision",
-            f"fp16 overflows above 65,504 and skips those steps; {case.cluster.gpu.name} has bf16 "
-            f"({peak / 1e12:.0f} TFLOP/s), which reaches as far as fp32",
-            "BLOOM chose bf16 after fp16 diverged at 104B parameters (arXiv 2211.05100)",
-            risk=True,
-        )
-
-
-def checkpoints(case: Case) -> Iterator[Advice]:
-    """A failure costs what was done since the last checkpoint: all of it, where there is none before the end."""
-    every = case.recipe.checkpoint.every
-    if case.hours is None:
-        return
-    apart = min(case.hours, every * case.found.step.seconds / 3600) if every else case.hours
-    if apart < _LONG_HOURS:
-        return
-    gpu_hours = apart * case.cluster.gpus
-    offer = choose_price(case.offers, case.cluster.gpu.name, case.today)
-    dollars = f" ({gpu_hours * offer.usd_per_gpu_hour:,.0f} USD)" if offer else ""
-    expected = case.hours * case.cluster.gpus / _FAILURE_GPU_HOURS
-    better = max(1, int(1800 / case.found.step.seconds))
-    yield Advice(
-        "checkpoints",
-        f"recipe.checkpoint.every {every}" + ("" if every else " saves only at the end") + f": a failure loses up to "
-        f"{apart:.1f} hours, {gpu_hours:,.0f} GPU-hours{dollars}; {expected:.2g} failures are to be expected; "
-        f"every: {better} saves each half hour",
-        "one unexpected interruption in 50,700 GPU-hours: Llama 3 405B, arXiv 2407.21783, section 3.3.4",
-        risk=True,
-    )
-
-
-def evaluation(case: Case) -> Iterator[Advice]:
-    """A run that nobody looks at until its end."""
-    policy = case.recipe.evaluation
-    if policy.tokens == 0:
-        yield Advice(
-            "evaluation",
-            "recipe.evaluation.tokens 0: no validation loss is ever computed, so nothing says that the run learned",
-            "the Run file (docs/run-file.md)",
-        )
-    elif policy.every == 0 and case.hours is not None and case.hours >= _LONG_HOURS:
-        yield Advice(
-            "evaluation",
-            f"recipe.evaluation.every 0: the first validation loss comes after {case.hours:.0f} hours; "
-            f"every: {max(1, int(1800 / case.found.step.seconds))} gives one each half hour",
-            "the Run file (docs/run-file.md)",
-        )
-
-
 def debug_card(case: Case) -> Iterator[Advice]:
     """A run of minutes is there to try things out, and for that the hour's price counts, not the speed."""
     here = choose_price(case.offers, case.cluster.gpu.name, case.today)
@@ -261,7 +193,6 @@ def debug_card(case: Case) -> Iterator[Advice]:
 
 
 _Rule = Callable[[Case], Iterator[Advice]]
-_ALWAYS: tuple[_Rule, ...] = (half_precision, checkpoints, evaluation)
 _SPEED: tuple[_Rule, ...] = (
     tensor_parallelism,
     tensor_across_domains,

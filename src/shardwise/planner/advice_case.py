@@ -1,4 +1,4 @@
-"""Case: one Run that advice is about, and predictions of what it could be instead."""
+"""Case: one Run that advice is about, and predictions of what it could be instead. Advice: what is said of it."""
 
 from __future__ import annotations
 
@@ -14,6 +14,18 @@ from shardwise.spec import Cluster, Gpu, InputError, Layout, Model, Recipe
 from shardwise.spec.price import Price
 
 _VERDICTS = ("fits", "unknown", "tight", "oom")
+
+
+@dataclass(frozen=True)
+class Advice:
+    """`gain`: share of the step time that heeding it saves, where it is about speed. `risk`: ignoring it may cost the
+    run, or days of it. `source`: where the figure or the rule comes from."""
+
+    topic: str
+    text: str
+    source: str
+    gain: float | None = None
+    risk: bool = False
 
 
 @dataclass(frozen=True)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from shardwise.planner.flops import attention_flops_per_token, model_flops_per_token
-from shardwise.planner.parameters import matmul_parameters
+from shardwise.planner.flops import model_flops_per_token, recomputed_flops_per_token
 from shardwise.planner.search import Found
 from shardwise.planner.subject import Subject
 from shardwise.spec.memory import GIB, PARTS
@@ -23,13 +22,10 @@ _COSTS = {
 
 
 def utilisation(subject: Subject, tokens_per_second_per_gpu: float) -> tuple[float, float]:
-    """MFU and HFU against the dense peak of the layers' dtype. HFU adds what is recomputed: of the products and of
-    attention, each a third of its forward and backward."""
+    """MFU and HFU against the dense peak of the layers' dtype. HFU adds what is recomputed."""
     peak = subject.cluster.gpu.peak_flops(subject.dtype) or float("inf")
-    model, sequence, again = subject.model, subject.sequence, subject.recompute
-    flops = model_flops_per_token(model, sequence)
-    blocks = 2 * (matmul_parameters(model) - model.vocabulary * model.hidden)
-    repeated = again.gemm * blocks + again.attention * attention_flops_per_token(model, sequence) / 3
+    flops = model_flops_per_token(subject.model, subject.sequence)
+    repeated = recomputed_flops_per_token(subject.model, subject.sequence, subject.recompute)
     return flops * tokens_per_second_per_gpu / peak, (flops + repeated) * tokens_per_second_per_gpu / peak
 
 

@@ -4,14 +4,16 @@ Per token, forward and backward (backward = 2 × forward; PaLM, arXiv 2204.02311
 
     6 · N_matmul  +  6 · L · H · (d_qk + d_v) · S · c
 
-N_matmul: weights that each token is multiplied with (output head yes, embedding look-up no).
-d_qk, d_v: sizes of a head's query and value, equal but for latent attention. c: share of the S × S scores that is computed. Causal attention needs (S + 1) / 2S of them, and that is what `mfu`
-counts; `mfu_full_attention` counts c = 1, as torchtitan, nanoGPT and Llama-3's paper do.
+N_matmul: weights that each token is multiplied with (output head yes, embedding look-up no). d_qk, d_v: sizes of a
+head's query and value, equal but for latent attention. c: share of the S × S scores that is computed. Causal attention
+needs (S + 1) / 2S of them, and that is what `mfu` counts; `mfu_full_attention` counts c = 1, as torchtitan, nanoGPT and
+Llama-3's paper do.
 """
 
 from __future__ import annotations
 
 from shardwise.planner.parameters import matmul_parameters
+from shardwise.planner.recompute import Recompute
 from shardwise.spec import Model
 
 
@@ -26,3 +28,10 @@ def attention_flops_per_token(model: Model, sequence: int, *, causal: bool = Tru
 def model_flops_per_token(model: Model, sequence: int, *, causal: bool = True) -> float:
     """FLOPs that one token of a sequence of `sequence` tokens needs, forward and backward, nothing recomputed."""
     return 6 * matmul_parameters(model) + attention_flops_per_token(model, sequence, causal=causal)
+
+
+def recomputed_flops_per_token(model: Model, sequence: int, again: Recompute) -> float:
+    """FLOPs that a recompute policy adds: of the blocks' products and of attention, each a third of its forward and
+    backward."""
+    blocks = 2 * (matmul_parameters(model) - model.vocabulary * model.hidden)
+    return again.gemm * blocks + again.attention * attention_flops_per_token(model, sequence) / 3

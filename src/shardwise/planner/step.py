@@ -239,8 +239,13 @@ def _simulated(subject: Subject, forward: list[float], backward: list[float], ho
     seconds: dict[tuple[int, str], float] = {}
     for stage, (f, b) in enumerate(zip(forward, backward, strict=True)):
         seconds |= {(stage, "F"): f, (stage, "B"): b, (stage, "I"): b / 2, (stage, "W"): b / 2}
-    run = simulate(order(layout.schedule, layout.pp, few, layout.virtual_stages), seconds, hop)
-    total = run.seconds + (micro_batches - few) * max(per_micro_batch)
+
+    def run(count: int) -> float:
+        return simulate(order(layout.schedule, layout.pp, count, layout.virtual_stages), seconds, hop).seconds
+
+    total = run(few)
+    if few < micro_batches:  # a round more takes what the last one took; hops may show in it
+        total += (micro_batches - few) * (total - run(few - layout.pp)) / layout.pp
     busy = micro_batches * max(per_micro_batch)
     return busy, total, 1 - micro_batches * sum(per_micro_batch) / layout.pp / total
 

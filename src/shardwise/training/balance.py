@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from shardwise.model.experts import Router, update_balance_bias
+from shardwise.model.experts import update_balance_bias
 from shardwise.parallel.module import ParallelModule
 from shardwise.spec import Run
 

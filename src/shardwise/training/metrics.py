@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from shardwise.planner.flops import model_flops_per_token
+from shardwise.planner.flops import model_flops_per_token, recomputed_flops_per_token
+from shardwise.planner.recompute import recompute_of
 from shardwise.spec import Run
 from shardwise.spec.presets import gpu_called
 
@@ -25,13 +26,18 @@ class Utilisation:
         sequence = run.recipe.sequence
         self._causal = model_flops_per_token(run.model, sequence)
         self._full = model_flops_per_token(run.model, sequence, causal=False)
+        self._repeated = recomputed_flops_per_token(run.model, sequence, recompute_of(run.fixed_layout.recompute))
 
     def of(self, tokens_per_second: float) -> dict[str, float | None]:
-        """Shares of the peak. HFU counts recomputed work too; nothing is recomputed yet, so it equals MFU."""
+        """Shares of the peak. HFU counts recomputed work too."""
         if self._peak_of_all is None:
             return {"mfu": None, "mfu_full_attention": None, "hfu": None}
-        mfu = self._causal * tokens_per_second / self._peak_of_all
-        return {"mfu": mfu, "mfu_full_attention": self._full * tokens_per_second / self._peak_of_all, "hfu": mfu}
+        share = tokens_per_second / self._peak_of_all
+        return {
+            "mfu": self._causal * share,
+            "mfu_full_attention": self._full * share,
+            "hfu": (self._causal + self._repeated) * share,
+        }
 
 
 def peak_memory_gib(device: torch.device) -> float:

@@ -71,6 +71,9 @@ def block_kept(
     kept += _latent(model, tp, width) if model.latent else _attention(model, layout, style, width)
     # Without recompute the sum with the residual is kept in the product's place: as many bytes.
     kept += [Kept("attention.out", hidden * own, _SECOND), Kept("mlp_norm", statistics), Kept("mlp input", inner)]
+    if own < 1 and not style.fused:  # before they are summed over ranks and shared out, products are whole
+        kept += [Kept("product of attention.out", hidden, ("selective",))]
+        kept += [] if moe else [Kept("product of mlp.down", hidden, ("selective",))]
     if style.scores:
         kept.append(Kept("softmax", width * model.heads / tp * sequence))
     if style.dropout:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections import Counter
 from collections.abc import Iterable
 from typing import Literal
@@ -108,12 +107,19 @@ def _situation(subject: Subject, family: Family, rank: int) -> Situation:
         return sum(count * _kept_of_chunk(chunks[stage], kept, layout) for stage, count in in_flight.items())
 
     stream = width * tokens * model.hidden / (layout.tp if subject.sequence_parallel else 1)
-    left, again = _recompute(layout, *kept[largest], stream=stream, layers=max(chunk.layers for chunk in chunks.values()))
+    left, again = _recompute(layout, *kept[largest], stream=stream, blocks=_blocks_at_once(layout, chunks))
     offloaded = layout.offload == "activations"  # leaves the block that computes and the one that is being copied
     style = family.style(layout)
     return Situation(
         block=weights[largest],
         blocks=sum((weights[moe] * counts[moe] for moe in kinds), Weights()),
+        casting=sum(
+            weights[moe].whole * count
+            for chunk in chunks.values()
+            for (moe, again), count in _blocks_that_keep(layout.recompute, chunk.dense, chunk.moe).items()
+            if not again
+        ),
+        cast_again=weights[largest].whole * _blocks_at_once(layout, chunks),
         table=table_weights(model, layout.tp, ranks, even=even),
         positions=position_weights(model, ranks, even=even),
         embeds=embeds,
@@ -209,11 +215,16 @@ def _blocks_that_keep(policy: str, dense: int, moe: int) -> dict[tuple[bool, boo
     return dict(Counter(keep))
 
 
-def _recompute(layout: Layout, none: float, some: float, *, stream: float, layers: int) -> tuple[float, float]:
-    """What a block's backward finds, and what it makes again (with sqrt: a whole segment of a stage of `layers`)."""
+def _blocks_at_once(layout: Layout, chunks: dict[int, Chunk]) -> int:
+    """Blocks that a backward makes again together: with sqrt a whole segment."""
+    longest = max((chunk.layers for chunk in chunks.values()), default=0)
+    return max((len(segment) for segment in recompute_of(layout.recompute).segments(longest)), default=0)
+
+
+def _recompute(layout: Layout, none: float, some: float, *, stream: float, blocks: int) -> tuple[float, float]:
+    """What a block's backward finds, and what it makes again."""
     if layout.recompute == "sqrt":
-        longest = max(len(segment) for segment in recompute_of(layout.recompute).segments(layers))
-        return stream, longest * none - stream
+        return stream, blocks * none - stream
     return some, max(0.0, none - some)
 
 

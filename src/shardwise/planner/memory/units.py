@@ -21,6 +21,8 @@ class Situation:
 
     block: Weights  # the largest
     blocks: Weights  # all
+    casting: float  # elements of the blocks whose cast copies stay for the backward, where there is no FSDP2
+    cast_again: float  # of those that the backward makes again at once
     table: Weights  # the embedding, or the head
     positions: Weights
     embeds: bool  # the rank has the embedding
@@ -46,6 +48,11 @@ class Situation:
     @property
     def own_head(self) -> bool:
         return self.heads and not self.tied
+
+    @property
+    def scaled_gradient(self) -> float:
+        """The chunked loss's gradient of the head, in fp32, the same scaled, and that in the compute type."""
+        return (8 + self.width * self.casts) * self.table.whole
 
     @property
     def all_shards(self) -> float:
@@ -81,11 +88,12 @@ def _pass(at: Situation, held: float, *, stays: bool) -> Iterator[Event]:
         logits = at.loss * at.logits
         beside = 0.0
         if at.chunked:
-            logits, beside = logits / CHUNKS, head_gradient
+            logits, beside = logits / CHUNKS, (4 + width) * table
         kept, gathered = at.kept_at_head + 2 * at.stream, root + head + zero2
         yield "loss", held, gathered + beside, kept, logits, at.stream * at.chunked
         logits = 0.0 if at.chunked else width * at.logits
-        yield "head backward", held, gathered + head_gradient, kept, logits, at.stream
+        beside = at.scaled_gradient if at.chunked else head_gradient
+        yield "head backward", held, gathered + beside, kept, logits, at.stream
         if at.own_head:
             gathered = root + (zero2 or one) + head * stays + (width + 4) * table
             yield "head reduction", held + 4 * at.table.shard, gathered, kept - at.stream, 0.0, at.stream
@@ -112,10 +120,10 @@ def _pass(at: Situation, held: float, *, stays: bool) -> Iterator[Event]:
 
 
 def replicated_events(at: Situation) -> Iterator[Event]:
-    """DDP, and one rank alone. Each product casts its weight and keeps the copy for the backward; DDP's buckets hold
-    all gradients for good."""
+    """DDP, and one rank alone. Each product casts its weight and keeps the copy for the backward, unless it is
+    recomputed; DDP's buckets hold all gradients for good."""
     table = at.table.whole
-    casts = at.width * (at.blocks.whole + table * at.heads) * at.casts
+    casts = at.width * (at.casting + table * at.heads) * at.casts
     full = 4 * at.all_shards
     held = full if at.micro_batches > 1 or at.replicated else 0.0
     cast_gradient = at.width * table * at.casts
@@ -126,11 +134,12 @@ def replicated_events(at: Situation) -> Iterator[Event]:
             logits, beside = logits / CHUNKS, cast_gradient + 4 * table
         yield "loss", held, casts + beside, at.kept_at_head + 2 * at.stream, logits, at.stream * at.chunked
         logits = 0.0 if at.chunked else at.width * at.logits
-        gathered = casts + cast_gradient + 4 * table
+        gathered = casts + (at.scaled_gradient if at.chunked else cast_gradient + 4 * table)
         yield "head backward", held, gathered, at.kept_at_head + 2 * at.stream, logits, at.stream
     tied_gradient = 4 * table * (at.heads and at.tied)
     start = held or 4 * table * at.own_head
-    yield "last block backward", start, casts + tied_gradient, at.kept + at.recomputed, 0.0, at.working
+    again = at.width * at.cast_again * at.casts
+    yield "last block backward", start, casts + again + tied_gradient, at.kept + at.recomputed, 0.0, at.working
     end = held or 4 * at.blocks.whole + start
     left = max(0.0, at.kept - at.kept_block)
     alive = at.kept_block + at.recomputed
