@@ -253,6 +253,16 @@ CASES = [  # (model, sequence, micro-batches a step, layers), layout
     (("llama3-8b", 256, 2, 4), {"dp_replicate": 8, "dp_shard": 8}),
     (("qwen3-8b", 4096, 1, 3), {"dp_shard": 16}),
     (("qwen3-8b", 256, 2, 3), {"dp_shard": 16}),
+    *[
+        (case, {**layout, "recompute": policy, "loss": "chunked"})
+        for case, layout in [
+            (("llama3.2-1b", 4096, 1, 4), {"dp_shard": 8, "micro_batch": 4}),
+            (("gpt2-124m", 1024, 1, 9), {"dp_shard": 8, "micro_batch": 8}),
+            (("llama3-8b", 8192, 1, 4), {"dp_shard": 8, "tp": 8}),
+            (("llama3-8b", 8192, 2, 4), {}),
+        ]
+        for policy in ("none", "selective", "full", "every:2", "sqrt")
+    ],
 ]
 
 

@@ -2,6 +2,7 @@
 
 import pytest
 
+from shardwise.planner.memory.stages import chunks_of
 from shardwise.planner.rank_timeline import predict_schedule, predict_timeline
 from shardwise.planner.recompute import recompute_of
 from shardwise.planner.stacks import STACKS
@@ -54,9 +55,15 @@ def test_its_total_is_the_predicted_step(layout, micro_batches, options):
         timeline = predict_timeline(subject, rank)
         assert timeline.seconds == pytest.approx(step.seconds, rel=0.001)
         assert timeline.rank == rank
-    # What is written as exposed within layers is what the step model exposes, up to layers that stages hold unevenly.
+    # What is written as exposed within layers is what the step model exposes on the busiest rank, whose layers may be
+    # more than the last one's.
+    held = [
+        sum(chunk.layers for chunk in chunks_of(subject, subject.layout, rank).values())
+        for rank in range(subject.layout.pp)
+    ]
     for kind in ("tensor", "context", "expert"):
-        assert timeline.exposed(kind) == pytest.approx(step.parts[kind], rel=0.1)
+        each = timeline.exposed(kind) / held[-1]
+        assert each * min(held) * 0.999 <= step.parts[kind] <= each * max(held) * 1.001
 
 
 def test_without_pipeline_data_parallelism_sticks_out_as_far_as_predicted():

@@ -17,9 +17,7 @@ def verify(
     context: typer.Context,
     run: Annotated[Path, typer.Argument(metavar="RUN.yaml", help="The Run whose layout is in question.")],
     nproc: Annotated[int, typer.Option(help="The most ranks, all of them CPU processes of this machine.")] = 8,
-    precision: Annotated[
-        str, typer.Option(help="fp64 (differences up to 1e-10 are rounding) or fp32 (1e-5).")
-    ] = "fp64",
+    precision: Annotated[str, typer.Option(help="fp64 (allows differences of 1e-10) or fp32 (1e-5).")] = "fp64",
     checkpoint: Annotated[
         Path | None, typer.Option(help="Start from these weights, of a run or of Hugging Face; the model is theirs.")
     ] = None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 
 class LeanStage(PipelineStage):
@@ -107,3 +109,9 @@ def with_local(tensor: DTensor, local: Tensor) -> DTensor:
     """The same part of the same tensor, held in `local`, which may lie on another device than the mesh's: FSDP2 makes
     its offloaded parameters so."""
     return DTensor(local, tensor._spec, requires_grad=False)
+
+
+def buffers_stay() -> dict[str, bool]:
+    """DistributedDataParallel's way not to broadcast buffers before each forward: 2.13 has another name for it."""
+    signature = inspect.signature(DistributedDataParallel.__init__)
+    return {("forward_sync_buffers" if "forward_sync_buffers" in signature.parameters else "broadcast_buffers"): False}

@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from shardwise.model.decoder import Decoder
 from shardwise.model.experts import Experts, MoE
+from shardwise.parallel.compat import buffers_stay
 from shardwise.parallel.mesh import Mesh
 from shardwise.parallel.precision import compute_dtype, parameter_dtype, reduce_dtype
 from shardwise.spec import Layout, Precision
@@ -96,7 +97,7 @@ def replicate(decoder: Decoder, mesh: Mesh, layout: Layout, precision: Precision
         decoder,
         device_ids=[device.index] if device.type == "cuda" else None,
         process_group=group,
-        broadcast_buffers=False,
+        **buffers_stay(),
         gradient_as_bucket_view=True,
         init_sync=False,
         bucket_cap_mb=layout.bucket_mb,
@@ -109,13 +110,10 @@ def _sum_bucket(
     state: tuple[dist.ProcessGroup, torch.dtype], bucket: dist.GradBucket
 ) -> torch.futures.Future[torch.Tensor]:
     (group, dtype), whole = state, bucket.buffer()
-    work = dist.all_reduce(whole.to(dtype), op=dist.ReduceOp.SUM, group=group, async_op=True)
+    narrow = whole.to(dtype)
+    work = dist.all_reduce(narrow, op=dist.ReduceOp.SUM, group=group, async_op=True)
 
-    def widened(future: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
-        reduced = future.value()[0]
-        return reduced if reduced.dtype == whole.dtype else whole.copy_(reduced)
-
-    return work.get_future().then(widened)
+    return work.get_future().then(lambda _: whole if narrow is whole else whole.copy_(narrow))
 
 
 @contextmanager

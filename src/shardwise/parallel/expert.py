@@ -54,7 +54,7 @@ class AllToAll:
     def send(self, rows: Tensor, counts: Tensor) -> tuple[Tensor, Route]:
         """Rows sorted by expert, and how many there are of each (count,): under way to the ranks that hold them."""
         theirs = counts.view(self._ranks, -1)  # (ep, experts of one rank)
-        mine = torch.empty_like(theirs)  # from each rank, for each own expert
+        mine = theirs.clone()  # from each rank, for each own expert; in a fake process group it stays as it is
         dist.all_to_all_single(mine, theirs.contiguous(), group=self._group)
         sent, received = torch.stack([theirs.sum(1), mine.sum(1)]).tolist()
         experts = torch.arange(mine.shape[1], device=rows.device).repeat(self._ranks)

@@ -84,7 +84,10 @@ def norm_of(gradients: list[tuple[Tensor, int]], device: torch.device) -> Tensor
     rank, however they are sharded. Called on every rank."""
     total = torch.zeros((), dtype=torch.float64, device=device)
     if gradients:
-        norms = torch.stack(torch._foreach_norm([local(gradient) for gradient, _ in gradients])).to(total)
+        tensors = [local(gradient) for gradient, _ in gradients]
+        # A CPU adds up so many fp32 numbers to three digits only.
+        wide = torch.float64 if tensors[0].device.type == "cpu" else None
+        norms = torch.stack(torch._foreach_norm(tensors, dtype=wide)).to(total)
         counts = torch.tensor([count for _, count in gradients], dtype=torch.float64, device=device)
         total = (norms.square() / counts).sum()
     dist.all_reduce(total)

@@ -83,7 +83,7 @@ def search(
     if trainable:
         legal = [kept for space in legal if (kept := _trainable(space, model))]
     streams = [
-        _Stream(base, space, times, loss, offload)
+        _Stream(base, space, times, loss, offload, trainable)
         for space, times in [(space, Estimates(steps, base, space)) for space in legal]
         for loss, offload in variants(cluster)
         if not trainable or _can_train(model, space.splits[0], loss=loss, offload=offload)
@@ -114,7 +114,7 @@ class _Stream:
     """The layouts of a Space with one loss kernel and one kind of offloading, the fastest first, without those that the
     bound of the memory rules out."""
 
-    def __init__(self, base: Subject, space: Space, times: Estimates, loss: str, offload: str):
+    def __init__(self, base: Subject, space: Space, times: Estimates, loss: str, offload: str, trainable: bool = False):
         self.base, self.space, self.times = base, space, times
         self.changes = {"loss": loss, "offload": offload}
         self.shape = len(space.splits), len(space.sizes), len(space.recomputes), len(space.schedules)
@@ -122,8 +122,23 @@ class _Stream:
             (split.dp_replicate, split.dp_shard, split.tp, split.cp, split.pp, split.ep) for split in space.splits
         ]
         self.allowed = np.broadcast_to(np.array(space.allowed)[:, None], self.shape[1:])
+        if trainable:
+            self.allowed = self.allowed & self._trained()
         self.count = len(space.splits) * int(self.allowed.sum())
         self.order: np.ndarray[Any, np.dtype[np.intp]] | None = None
+
+    def _trained(self) -> np.ndarray[Any, np.dtype[np.bool_]]:
+        """Which recompute policies `train` can do with which schedules: (policies, schedules)."""
+        split, model = self.space.splits[0].model_copy(update=self.changes), self.base.model
+        return np.array(
+            [
+                [
+                    _can_train(model, split, recompute=name, schedule=schedule, virtual_stages=virtual)
+                    for schedule, virtual in self.space.schedules
+                ]
+                for name in self.space.recomputes
+            ]
+        )
 
     def open(self) -> int:
         """Time all; the number of those that are left out."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 
 from shardwise.planner.schedules import stages_of
+from shardwise.planner.stacks import Stack
 from shardwise.planner.subject import Subject
 from shardwise.planner.work import Work, block_work, head_work
 from shardwise.spec import Layout, Model
@@ -18,9 +19,14 @@ def own_stages(model: Model, layout: Layout, sequence: int, rank: int) -> dict[i
     return {stage: ranges[stage] for stage in stages_of(layout.schedule, layout.pp, layout.virtual_stages, rank)}
 
 
+def cuts_by_cost(stack: Stack) -> bool:
+    """Whether this software's stages are of equal cost, as ours are, and not of equal numbers of layers."""
+    return stack.name == "shardwise"
+
+
 def cut_of(subject: Subject, stages: int) -> tuple[range, ...]:
     """The layers of each stage as the subject's software cuts them: ours by cost, all others by number."""
-    if subject.stack.name == "shardwise" and stages > 1:
+    if cuts_by_cost(subject.stack) and stages > 1:
         return stage_layers(subject.model, stages, subject.sequence)
     layers = subject.model.layers
     return tuple(range(-(-stage * layers // stages), -(-(stage + 1) * layers // stages)) for stage in range(stages))

@@ -18,7 +18,7 @@ from shardwise.planner.parameters import layer_parameters
 from shardwise.planner.pipeline import simulate
 from shardwise.planner.schedules import order, stages_of, steady_micro_batches
 from shardwise.planner.stacks import Stack
-from shardwise.planner.stages import cut_of
+from shardwise.planner.stages import cut_of, cuts_by_cost
 from shardwise.planner.subject import Subject
 from shardwise.planner.traffic import DataTraffic, context_seconds, data_traffic, expert_seconds, tensor_seconds
 from shardwise.planner.work import Work, block_work, head_work
@@ -80,7 +80,7 @@ class StepModel:
 
     def predict(self, subject: Subject) -> StepTime:
         """The step, its pipeline simulated."""
-        layout, model, stack = subject.layout, subject.model, subject.stack
+        layout, stack = subject.layout, subject.stack
         pieces = self.pieces(subject)
         data, dense, last = pieces.data, pieces.dense_layers, pieces.layers[1]
         stages = layout.pp * layout.virtual_stages if layout.pp > 1 else 1
@@ -96,17 +96,18 @@ class StepModel:
             for (forward, backward), copies in zip(without, pieces.copies, strict=True)
         ]
         forward, backward = [0.0] * stages, [0.0] * stages
-        for stage, here in enumerate(cut_of(subject, stages)):
+        cut = cut_of(subject, stages)
+        for stage, here in enumerate(cut):
             few = max(0, min(here.stop, dense) - here.start)
             forward[stage] = few * costs[0][0] + (len(here) - few) * costs[1][0]
             backward[stage] = few * costs[0][1] + (len(here) - few) * costs[1][1]
         forward[-1] += pieces.head[0]
         backward[-1] += pieces.head[1]
-        busy, total, bubble = _simulated(subject, forward, backward, pieces.hop)
+        busy, total, bubble, busiest = _simulated(subject, forward, backward, pieces.hop)
 
         hidden = min(data.once * stack.hides_data, max(backward) * (layout.virtual_stages if stages > 1 else 1))
         once = data.once - hidden * (1 - stack.slowdown)
-        count = model.layers / layout.pp * subject.micro_batches
+        count = sum(len(cut[stage]) for stage in busiest) * subject.micro_batches
         inside = last.tensor + last.context + last.expert + last.recompute
         exposed = sum(without[1]) - last.forward - last.backward
         copied = sum(costs[1]) - sum(without[1])
@@ -227,12 +228,15 @@ def beside(compute: float, communication: float, stack: Stack) -> float:
     return max(compute + stack.slowdown * min(hidden, compute), hidden) + exposed
 
 
-def _simulated(subject: Subject, forward: list[float], backward: list[float], hop: float) -> tuple[float, float, float]:
-    """Busy seconds of the busiest rank, seconds of all micro-batches through the pipeline, bubble share."""
+def _simulated(
+    subject: Subject, forward: list[float], backward: list[float], hop: float
+) -> tuple[float, float, float, list[int]]:
+    """Busy seconds of the busiest rank, seconds of all micro-batches through the pipeline, bubble share, and the
+    busiest rank's stages."""
     layout, micro_batches = subject.layout, subject.micro_batches
     if layout.pp == 1:
         busy = micro_batches * (forward[0] + backward[0])
-        return busy, busy, 0.0
+        return busy, busy, 0.0, [0]
     ranks = [stages_of(layout.schedule, layout.pp, layout.virtual_stages, rank) for rank in range(layout.pp)]
     per_micro_batch = [sum(forward[stage] + backward[stage] for stage in stages) for stages in ranks]
     few = steady_micro_batches(layout.schedule, layout.pp, micro_batches)
@@ -244,10 +248,16 @@ def _simulated(subject: Subject, forward: list[float], backward: list[float], ho
         return simulate(order(layout.schedule, layout.pp, count, layout.virtual_stages), seconds, hop).seconds
 
     total = run(few)
-    if few < micro_batches:  # a round more takes what the last one took; hops may show in it
-        total += (micro_batches - few) * (total - run(few - layout.pp)) / layout.pp
+    if few < micro_batches:
+        period = max(per_micro_batch)
+        if cuts_by_cost(subject.stack):
+            # The busiest rank may be any, so that hops show: a round more takes what the last one took. The constants
+            # of other stacks were fitted without it (their last rank, which has the head, is the busiest).
+            period = (total - run(few - layout.pp)) / layout.pp
+        total += (micro_batches - few) * period
     busy = micro_batches * max(per_micro_batch)
-    return busy, total, 1 - micro_batches * sum(per_micro_batch) / layout.pp / total
+    busiest = ranks[per_micro_batch.index(max(per_micro_batch))]
+    return busy, total, 1 - micro_batches * sum(per_micro_batch) / layout.pp / total, busiest
 
 
 def _hop(subject: Subject, tokens: float) -> float:

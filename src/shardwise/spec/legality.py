@@ -189,6 +189,16 @@ def untrainable(model: Model, layout: Layout) -> Iterator[str]:
             "layout.cp_method ring sends and receives in the middle of a block, which then cannot be compiled whole; "
             "what works: cp_method: allgather, or compile: false"
         )
+    if layout.compile and layout.ep > 1:
+        yield (
+            f"layout.compile does not go with ep {layout.ep}: how many tokens go to which rank is known only as they "
+            "go; nearest: compile: false"
+        )
+    if layout.recompute == "selective" and layout.ep > 1 and layout.zero >= 2:
+        yield (
+            f"layout.recompute selective does not go with ep {layout.ep} and zero {layout.zero}: it would repeat only "
+            "parts of how FSDP2 gathers experts within a block; nearest: recompute: full"
+        )
     yield from _untrainable_offload(model, layout)
     if layout.async_tp and not (layout.compile and layout.tp > 1):
         yield (
@@ -230,6 +240,12 @@ def _untrainable_pipeline(model: Model, layout: Layout) -> Iterator[str]:
         yield (
             f"layout.zero 3 gives weights up between forward and backward, but layout.schedule {layout.schedule} must "
             "find them there, as it computes their gradients later than those of inputs; what works: zero: 2"
+        )
+    if layout.recompute == "selective" and layout.schedule in _SPLIT_BACKWARD:
+        yield (
+            f"layout.recompute selective does not go with layout.schedule {layout.schedule}, which goes through a "
+            "block backwards twice, for the gradients of inputs and of weights; what works: recompute: full, or "
+            "schedule: 1f1b or interleaved"
         )
     if model.tied and layout.schedule in _FOLDED:
         yield (

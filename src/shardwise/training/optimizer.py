@@ -17,7 +17,7 @@ Optim = torch.optim.Optimizer | OffloadedOptimizer | ShardedOptimizer
 
 
 def build_optimizer(module: ParallelModule, settings: Optimizer) -> Optim:
-    """As the module's layout wants it: with its state shared out (zero 1), on the CPU (offload: optimizer), or plain."""
+    """As the module's layout wants it: with its state shared out (zero 1), on the CPU (offload optimizer), or plain."""
 
     def build(named: list[tuple[str, nn.Parameter]]) -> Any:
         optimizer = plain_optimizer(named, settings)

@@ -45,7 +45,7 @@ class RandomTokens:
     def __init__(self, run: Run):
         self.tokens = run.recipe.total_steps * run.recipe.batch_sequences * run.recipe.sequence
         self.tokens -= run.recipe.sequence // 2 + 1
-        self._ids = np.random.default_rng(run.recipe.seed).integers(run.model.vocabulary, size=self.tokens)
+        self._ids = np.random.default_rng(0).integers(run.model.vocabulary, size=self.tokens)
 
     def read(self, start: int, stop: int) -> np.ndarray:
         return self._ids[start:stop]
@@ -109,7 +109,7 @@ def whole_tensors(module: ParallelModule) -> dict[str, Tensor]:
 def _gathered(module: ParallelModule) -> tuple[dict[str, Tensor], float]:
     """`whole_tensors`, those of the first rank that has each; and how far apart the ranks' copies are."""
     tensors = [*module.named_buffers(), *module.named_parameters()]
-    own = {name: (t.full_tensor() if isinstance(t, DTensor) else t).detach().cpu().clone() for name, t in tensors}
+    own = {name: _whole(tensor, module.device).detach().cpu().clone() for name, tensor in tensors}
     forms: list[dict[str, tuple[torch.Size, torch.dtype]]] = [{}] * dist.get_world_size()
     dist.all_gather_object(forms, {name: (tensor.shape, tensor.dtype) for name, tensor in own.items()})
     whole: dict[str, Tensor] = {}
@@ -125,6 +125,11 @@ def _gathered(module: ParallelModule) -> tuple[dict[str, Tensor], float]:
             apart = torch.maximum(apart, (mine.double() - whole[name].double()).abs().max().to(module.device))
     dist.all_reduce(apart, dist.ReduceOp.MAX)
     return whole, _finite(float(apart))
+
+
+def _whole(tensor: Tensor, device: torch.device) -> Tensor:
+    """On the device of the process group, which offloaded shards are not on."""
+    return tensor.to(device).full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 @torch.no_grad()

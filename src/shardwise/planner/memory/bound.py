@@ -63,8 +63,9 @@ def least_used(base: Subject, space: Space, *, loss: str, offload: str) -> Array
     unsharded = (zero < 2)[:, None] | ((pp > 1) & several)
     gradients = 4 * np.where(unsharded, whole, shard[:, None])
     before = gradients * (several | replicated[:, None, None])  # already there when a backward starts
-    computed = np.where(zero == 2, width * blocks_whole, 2 * width * smallest)
-    computed = np.where(zero < 2, width * (blocks_whole + table.whole * heads) * casts, computed)
+    computed = np.where(zero == 2, width * blocks_whole, 2 * width * smallest)[:, None]
+    cast = blocks_whole * np.array([name == "none" for name in space.recomputes])[:, None] + table.whole * heads
+    computed = np.where(zero[:, None] < 2, width * cast * casts, computed)  # by split, recompute and schedule
 
     # Activations, by size, recompute and schedule.
     in_flight = [
@@ -101,7 +102,7 @@ def least_used(base: Subject, space: Space, *, loss: str, offload: str) -> Array
 
     live = states[:, None, None] + np.maximum(
         gradients[:, :, None],
-        before[:, :, None] + np.maximum(computed[:, None, None] + backward, at_loss),
+        before[:, :, None] + np.maximum(computed[:, None] + backward, at_loss),
     )
     beside = np.array([sum(outside_bytes(split, family)) for split in splits])[:, None, None, None]
     result: Array = family.slack[0] * live + beside

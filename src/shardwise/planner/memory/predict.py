@@ -133,6 +133,7 @@ def _situation(subject: Subject, family: Family, rank: int) -> Situation:
         whole_gradients=layout.zero < 2 or (layout.pp > 1 and subject.micro_batches > 1),
         pipelined=layout.pp > 1 and subject.micro_batches > 1,
         stream=stream,
+        head_input=width * tokens * model.hidden if layout.tp > 1 and subject.sequence_parallel else 0.0,
         kept=2 * left if offloaded else activations(most),
         kept_at_head=2 * left if offloaded else activations(at_head),
         kept_block=left,

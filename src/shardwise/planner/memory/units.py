@@ -36,6 +36,7 @@ class Situation:
     whole_gradients: bool  # not sharded from one micro-batch to the next: DDP, ZeRO-1, pipelines
     pipelined: bool  # other micro-batches' activations are there during a backward
     stream: float  # one tensor of the residual stream
+    head_input: float  # the same gathered over tensor-parallel ranks; 0 where it is whole already
     kept: float  # saved activations, at their most
     kept_at_head: float  # where the last stage runs
     kept_block: float  # one block's share of them
@@ -88,12 +89,12 @@ def _pass(at: Situation, held: float, *, stays: bool) -> Iterator[Event]:
         logits = at.loss * at.logits
         beside = 0.0
         if at.chunked:
-            logits, beside = logits / CHUNKS, (4 + width) * table
-        kept, gathered = at.kept_at_head + 2 * at.stream, root + head + zero2
-        yield "loss", held, gathered + beside, kept, logits, at.stream * at.chunked
+            logits, beside = logits / CHUNKS, 4 * table
+        kept, gathered = at.kept_at_head + 2 * at.stream + at.head_input, root + head + zero2
+        yield "loss", held, gathered + beside, kept, logits, (at.head_input or at.stream) * at.chunked
         logits = 0.0 if at.chunked else width * at.logits
         beside = at.scaled_gradient if at.chunked else head_gradient
-        yield "head backward", held, gathered + beside, kept, logits, at.stream
+        yield "head backward", held, gathered + beside, kept, logits, at.head_input or at.stream
         if at.own_head:
             gathered = root + (zero2 or one) + head * stays + (width + 4) * table
             yield "head reduction", held + 4 * at.table.shard, gathered, kept - at.stream, 0.0, at.stream
@@ -131,10 +132,10 @@ def replicated_events(at: Situation) -> Iterator[Event]:
         logits = at.loss * at.logits
         beside = 0.0
         if at.chunked:
-            logits, beside = logits / CHUNKS, cast_gradient + 4 * table
+            logits, beside = logits / CHUNKS, 4 * table
         yield "loss", held, casts + beside, at.kept_at_head + 2 * at.stream, logits, at.stream * at.chunked
         logits = 0.0 if at.chunked else at.width * at.logits
-        gathered = casts + (at.scaled_gradient if at.chunked else cast_gradient + 4 * table)
+        gathered = casts + (at.scaled_gradient - cast_gradient if at.chunked else cast_gradient + 4 * table)
         yield "head backward", held, gathered, at.kept_at_head + 2 * at.stream, logits, at.stream
     tied_gradient = 4 * table * (at.heads and at.tied)
     start = held or 4 * table * at.own_head
