@@ -12,7 +12,7 @@ from jobs import metrics, shardwise, write_run
 from shardwise.cli.main import main
 from shardwise.cli.overrides import split_overrides
 from shardwise.spec import InputError, load_run
-from shardwise.spec.legality import require_trainable
+from shardwise.spec.trainable import require_trainable
 from shardwise.verbs.resolve import resolve_layout
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -56,7 +56,7 @@ def test_importing_the_package_imports_no_torch():
         (["--recipe.batch_tokens", "257"], "nearest: 256"),
         (["--nproc", "3"], "do not divide over 3 ranks; nearest: 2 ranks"),
         (["--nproc", "0"], "--nproc 0"),
-        (["--layout", "{tp: 2}"], "layout.tp 2 cannot be trained"),
+        (["--layout", "{tp: 3}"], "layout.tp 3 does not divide model.heads"),
         (["--recipe.data", "buildin"], "did you mean 'builtin'"),
         (["--model.vocabulary", "100"], "model.vocabulary is 100; it must be at least 257"),
         (["--log", "tensorbord"], "did you mean 'tensorboard'"),

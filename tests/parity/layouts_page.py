@@ -1,13 +1,13 @@
 """docs/layouts.md: which choices go together, from the legality check itself.
 
-    python tests/parity/layouts_page.py > docs/layouts.md
+python tests/parity/layouts_page.py > docs/layouts.md
 """
 
 from itertools import combinations
 from typing import Any
 
 from shardwise.spec import load_run
-from shardwise.spec.legality import illegal, untrainable
+from shardwise.spec.legality import illegal
 
 _PIPELINE = {"pp": 2, "virtual_stages": 2}
 CHOICES: dict[str, dict[str, Any]] = {
@@ -50,12 +50,12 @@ def reasons(layout: dict[str, Any], *, tied: bool = False) -> list[str]:
             "recipe": {"sequence": 64, "batch_tokens": 64 * 64, "steps": 1},
         }
     )
-    return [*illegal(run.model, run.layout, run.recipe), *untrainable(run.model, run.layout)]
+    return list(illegal(run.model, run.layout, run.recipe))
 
 
 def together(left: str, right: str) -> dict[str, Any]:
-    """Both choices, and what either needs: ranks to spread experts over, shards for zero, compiled products for async_tp,
-    FSDP2 for offloaded parameters."""
+    """Both choices, and what either needs: ranks to spread experts over, shards for zero, compiled products for
+    async_tp, FSDP2 for offloaded parameters."""
     layout = {**CHOICES[left], **CHOICES[right]}
     names = (left, right)
     if "async_tp" in names:
@@ -90,11 +90,11 @@ def page() -> str:
     lines = [
         "# Which layouts work",
         "",
-        "Two choices at a time, on a model with experts (no routed experts: no EP; all else is the same). ✓: allowed. The "
-        "parity matrix (`tests/parity`) trains every single choice and the products that its names list; "
-        "`python tests/parity/pairs.py` trains every ✓ of this table, all like one process. A "
-        "number: refused by the legality check, which `plan`, `train` and `check` share, with the reason below. Empty: two "
-        "values of one field. Columns are numbered as rows are. EP stands beside ranks that its experts can be spread over.",
+        "Two choices at a time, on a model with experts (no routed experts: no EP; all else is the same). ✓: allowed. "
+        "The parity matrix (`tests/parity`) trains every single choice and the products that its names list; "
+        "`python tests/parity/pairs.py` trains every ✓ of this table but the compiler's. A number: refused by the "
+        "legality check, which `plan`, `train` and `check` share, with the reason below. Empty: two values of one "
+        "field. Columns are numbered as rows are. EP stands beside ranks that its experts can be spread over.",
         "",
         header,
         "|" + "---|" * (len(names) + 1),
@@ -108,10 +108,10 @@ def page() -> str:
         + reasons({"pp": 2, "schedule": "zbv", "virtual_stages": 2}, tied=True)[0]
         + ".",
         "",
-        "Degrees must divide what they cut: heads, KV heads (or be a multiple of them), inner sizes and vocabulary by `tp`; "
-        "the sequence by 2 · `cp` · `tp`; with Ulysses the KV heads of a rank by `cp`; experts by `ep`; the batch by data "
-        "ranks and micro-batch; layers must make `pp` · `virtual_stages` stages, and a step as many micro-batches as its "
-        "schedule takes. Each refusal names the nearest legal value.",
+        "Degrees must divide what they cut: heads, KV heads (or be a multiple of them), inner sizes and vocabulary by "
+        "`tp`; the sequence by 2 · `cp` · `tp`; with Ulysses the KV heads of a rank by `cp`; experts by `ep`; the batch "
+        "by data ranks and micro-batch. Layers must make `pp` · `virtual_stages` stages, a step as many "
+        "micro-batches as its schedule takes. Each refusal names the nearest legal value.",
     ]
     return "\n".join(lines) + "\n"
 

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from shardwise.spec import Run, load_run
-from shardwise.spec.legality import illegal, untrainable
+from shardwise.spec.legality import illegal
 from shardwise.training.parity import Trained, differences, train_few_steps
 
 STEPS, SEQUENCES, SEQUENCE = 3, 8, 16
@@ -110,7 +110,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen-moe": {"preset": "tiny-moe", "layers": 4, "hidden": 36, "heads": 4, "kv_heads": 2, "head_dim": 10, "ffn": 52,
                  "vocabulary": 68, "qk_norm": True, "experts": {"count": 8, "top_k": 3, "ffn": 12}},
     "deepseek": {"preset": "tiny-moe", "layers": 4, "hidden": 36, "heads": 4, "ffn": 52, "vocabulary": 68,
-                 "tied": False, "latent": {"query_rank": 10, "kv_rank": 9, "nope_dim": 6, "rope_dim": 4, "value_dim": 5},
+                 "tied": False,
+                 "latent": {"query_rank": 10, "kv_rank": 9, "nope_dim": 6, "rope_dim": 4, "value_dim": 5},
                  "experts": {"count": 8, "top_k": 3, "ffn": 12, "shared_ffn": 20, "dense_layers": 1,
                              "router": "sigmoid", "router_bias": True, "groups": 4, "top_groups": 2, "scale": 1.5}},
 }  # fmt: skip
@@ -144,7 +145,7 @@ def layers_for(layout: dict[str, Any]) -> int:
 def refusals(model: str, layout: dict[str, Any]) -> list[str]:
     """Why this model cannot be trained on this layout; empty where it can."""
     run = make_run(model, layout, "fp64", layers=layers_for(layout))
-    return [*illegal(run.model, run.layout, run.recipe), *untrainable(run.model, run.layout)]
+    return list(illegal(run.model, run.layout, run.recipe))
 
 
 def largest_micro_batch(layout: dict[str, Any]) -> int:

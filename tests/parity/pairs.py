@@ -1,6 +1,6 @@
 """Every pair that docs/layouts.md allows, trained beside one process. Ten minutes or so, therefore not a test.
 
-    python tests/parity/pairs.py [TEXT …]        only pairs with one of these in their names
+python tests/parity/pairs.py [TEXT …]        only pairs with one of these in their names
 """
 
 import sys
@@ -9,9 +9,10 @@ from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
 
-from layouts_page import CHOICES, reasons, together
-from matrix import TOLERANCE, compare, failures, largest_micro_batch, layers_for, make_run, reference, refusals
-from ranks import RankPool
+from layouts_page import CHOICES, reasons, together  # noqa: E402
+from matrix import TOLERANCE, compare, failures, largest_micro_batch, layers_for, make_run, reference, refusals  # noqa: E402
+
+from ranks import RankPool  # noqa: E402
 
 _BY_NAME = {"compile", "async_tp"}  # the compiler is tested in fp32, and async_tp needs CUDA
 

@@ -9,7 +9,7 @@ import yaml
 
 from shardwise.evaluation.bands import Bands, check_all, load_bands, summarize
 from shardwise.spec import InputError, load_run
-from shardwise.spec.legality import require_trainable
+from shardwise.spec.trainable import require_trainable
 from shardwise.verbs.resolve import resolve_layout
 
 EXAMPLES = Path(__file__).resolve().parent.parent.parent / "examples"

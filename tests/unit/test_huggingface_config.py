@@ -7,8 +7,8 @@ import transformers
 
 from shardwise.spec import InputError, Model, Run
 from shardwise.spec.huggingface import load_model_config, model_config
-from shardwise.spec.legality import require_trainable
 from shardwise.spec.presets import model_names, model_preset
+from shardwise.spec.trainable import require_trainable
 
 LLAMA = {
     "model_type": "llama",

@@ -9,8 +9,9 @@ from shardwise.planner.search import search
 from shardwise.planner.stacks import STACKS, own_stack
 from shardwise.planner.subject import Subject
 from shardwise.spec import InputError, load_run
-from shardwise.spec.legality import divisors, nearest_divisor, require_trainable
+from shardwise.spec.legality import divisors, nearest_divisor
 from shardwise.spec.presets import gpu_preset
+from shardwise.spec.trainable import require_trainable
 from shardwise.verbs.resolve import resolve_layout
 
 RUN = {
@@ -114,7 +115,7 @@ CPU = {"model": "tiny-llama", "cluster": {"gpu": "cpu"},
 def test_auto_is_the_planners_choice_on_a_cpu():
     run = resolve_layout(load_run(CPU), 2)
     require_trainable(run, 2)
-    best = search(run.model, run.cluster, run.recipe, own_stack(run.cluster.gpu), trainable=True).found[0]
+    best = search(run.model, run.cluster, run.recipe, own_stack(run.cluster.gpu)).found[0]
     assert run.layout == best.layout
     assert run.cluster.gpu == gpu_preset("cpu")  # this machine's memory stays out of the Run
 

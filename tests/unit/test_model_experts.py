@@ -12,8 +12,8 @@ from shardwise.model.experts import MoE, Router, update_balance_bias
 from shardwise.model.grouped import grouped_product, one_by_one, one_kernel
 from shardwise.model.init import initial_value
 from shardwise.spec import InputError, Model, load_run
-from shardwise.spec.legality import require_trainable
 from shardwise.spec.presets import model_preset
+from shardwise.spec.trainable import require_trainable
 
 SOFTMAX = {"count": 6, "top_k": 3, "ffn": 5}
 SIGMOID = {

@@ -4,8 +4,8 @@ import pytest
 
 from shardwise.planner.parameters import count_parameters, layer_parameters, matmul_parameters
 from shardwise.spec import InputError, Layout, load_run
-from shardwise.spec.legality import require_trainable
 from shardwise.spec.presets import model_names, model_preset, published_active, published_parameters
+from shardwise.spec.trainable import require_trainable
 
 MIXTURES = [name for name in model_names() if model_preset(name).experts]
 PUBLISHED = [name for name in MIXTURES if published_parameters(name)]

@@ -29,9 +29,9 @@ from shardwise.spec import Layout, Precision
 def shard(decoder: Decoder, mesh: Mesh, layout: Layout, precision: Precision, offload: OffloadPolicy) -> None:
     """FSDP2 (arXiv 2304.11277), in place: one unit per block, one for an untied embedding, one for norm and head.
 
-    Shards parameters, gradients and optimizer state over dp_shard · cp. All-gathers each unit before its forward and, with
-    zero 3, again before its backward (zero 2 keeps it in between); reduce-scatters its gradient after its backward,
-    then all-reduces it over dp_replicate.
+    Shards parameters, gradients and optimizer state over dp_shard · cp. All-gathers each unit before its forward and,
+    with zero 3, again before its backward (zero 2 keeps it in between); reduce-scatters its gradient after its
+    backward, then all-reduces it over dp_replicate.
     """
     compute, parameters, reduce = compute_dtype(precision), parameter_dtype(precision), reduce_dtype(precision)
     dimensions = ("replicate", "shard") if layout.dp_replicate > 1 else "shard"

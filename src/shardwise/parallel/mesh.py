@@ -119,6 +119,8 @@ def mesh_table(layout: Layout) -> str:
         stride *= size
     if layout.ep > 1:
         shown = f"of {layout.dp_shard * layout.cp * layout.tp}"
-        lines.insert(0, f"  {'ep':<12}  {layout.ep:>4}  {shown:<24}  token copies to their experts and back: all-to-all")
+        lines.insert(
+            0, f"  {'ep':<12}  {layout.ep:>4}  {shown:<24}  token copies to their experts and back: all-to-all"
+        )
     head = f"  {'mesh':<12}  size  {'first group':<24}  exchanges"
     return "\n".join([head, *reversed(lines)]) if lines else "  mesh: one rank"

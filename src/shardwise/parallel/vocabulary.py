@@ -1,4 +1,4 @@
-"""The loss where each tensor-parallel rank has the logits of one part of the vocabulary (arXiv 1909.08053, section 3)."""
+"""The loss where each tensor-parallel rank has the logits of a part of the vocabulary (arXiv 1909.08053, section 3)."""
 
 from __future__ import annotations
 

@@ -10,6 +10,7 @@ The survivors' pipelines are then simulated, and they are ranked again.
 
 from __future__ import annotations
 
+import functools
 import heapq
 import time
 from collections import Counter
@@ -28,7 +29,8 @@ from shardwise.planner.stacks import Stack
 from shardwise.planner.step import StepModel, StepTime
 from shardwise.planner.subject import Subject, subject_of
 from shardwise.spec import Cluster, InputError, Layout, Model, Recipe
-from shardwise.spec.legality import untrainable
+from shardwise.spec.combinations import conflicts
+from shardwise.spec.experts import Experts
 from shardwise.spec.memory import Memory
 
 _KEPT = 24  # sets of degrees whose pipelines are simulated, at least: closed forms rank them only roughly
@@ -67,27 +69,23 @@ class Search:
     seconds: float
 
 
-def search(
-    model: Model, cluster: Cluster, recipe: Recipe, stack: Stack, *, top: int = 10, trainable: bool = False
-) -> Search:
+def search(model: Model, cluster: Cluster, recipe: Recipe, stack: Stack, *, top: int = 10) -> Search:
     """The `top` fastest layouts that fit, one per set of degrees; the least bad one where none fits.
 
-    trainable: only layouts that `train` can run today. Without recipe.batch_tokens each data rank gets as few
-    micro-batches a step as its schedule allows. Raises InputError where no layout is legal.
+    Without recipe.batch_tokens each data rank gets as few micro-batches a step as its schedule allows. Raises
+    InputError where no layout is legal.
     """
     began = time.perf_counter()
     rejected: Counter[str] = Counter()
     base = subject_of(model, Layout.load({}), cluster, stack, recipe, 1)
     steps = StepModel(base)
     legal = spaces(model, cluster, recipe, rejected)
-    if trainable:
-        legal = [kept for space in legal if (kept := _trainable(space, model))]
     streams = [
-        _Stream(base, space, times, loss, offload, trainable)
+        _Stream(base, space, times, loss, offload)
         for space, times in [(space, Estimates(steps, base, space)) for space in legal]
         for loss, offload in variants(cluster)
-        if not trainable or _can_train(model, space.splits[0], loss=loss, offload=offload)
     ]
+    streams = [stream for stream in streams if stream.count]
     if not streams:
         raise InputError(
             f"no layout of {model.name} on {cluster.gpus} × {cluster.gpu.name} is legal: "
@@ -99,46 +97,48 @@ def search(
     return Search(tuple(found[:top]), dict(rejected), searched, time.perf_counter() - began)
 
 
-def _can_train(model: Model, layout: Layout, **changes: object) -> bool:
-    return not any(untrainable(model, layout.model_copy(update=changes)))
-
-
-def _trainable(space: Space, model: Model) -> Space | None:
-    """What `train` can run of a Space."""
-    splits = tuple(split for split in space.splits if _can_train(model, split))
-    recomputes = tuple(name for name in space.recomputes if splits and _can_train(model, splits[0], recompute=name))
-    return replace(space, splits=splits, recomputes=recomputes) if recomputes else None
+@functools.lru_cache(maxsize=4096)
+def _go_together(
+    tied: bool, drops: bool, zero: int, spread: bool, piped: bool, offload: str, recompute: str, schedule: str
+) -> bool:
+    """Whether `conflicts` has nothing against these choices, which are all that the search makes of those it knows."""
+    experts = Experts.model_validate({"count": 1, "top_k": 1, "ffn": 1, "capacity_factor": 1.0}) if drops else None
+    fields: dict[str, Any] = {"name": "", "tied": tied, "experts": experts}
+    choices: dict[str, Any] = {"zero": zero, "ep": 1 + spread, "pp": 1 + piped, "offload": offload}
+    layout = Layout.model_construct(**choices, recompute=recompute, schedule=schedule)  # type: ignore[arg-type]
+    return not any(conflicts(Model.model_construct(**fields), layout))
 
 
 class _Stream:
     """The layouts of a Space with one loss kernel and one kind of offloading, the fastest first, without those that the
     bound of the memory rules out."""
 
-    def __init__(self, base: Subject, space: Space, times: Estimates, loss: str, offload: str, trainable: bool = False):
+    def __init__(self, base: Subject, space: Space, times: Estimates, loss: str, offload: str):
         self.base, self.space, self.times = base, space, times
         self.changes = {"loss": loss, "offload": offload}
         self.shape = len(space.splits), len(space.sizes), len(space.recomputes), len(space.schedules)
         self.degrees = [
             (split.dp_replicate, split.dp_shard, split.tp, split.cp, split.pp, split.ep) for split in space.splits
         ]
-        self.allowed = np.broadcast_to(np.array(space.allowed)[:, None], self.shape[1:])
-        if trainable:
-            self.allowed = self.allowed & self._trained()
-        self.count = len(space.splits) * int(self.allowed.sum())
+        self.allowed = np.array(space.allowed)[None, :, None] & self._go_together()[:, None]
+        self.count = int(self.allowed.sum())
         self.order: np.ndarray[Any, np.dtype[np.intp]] | None = None
 
-    def _trained(self) -> np.ndarray[Any, np.dtype[np.bool_]]:
-        """Which recompute policies `train` can do with which schedules: (policies, schedules)."""
-        split, model = self.space.splits[0].model_copy(update=self.changes), self.base.model
-        return np.array(
+    def _go_together(self) -> np.ndarray[Any, np.dtype[np.bool_]]:
+        """Which splits, recompute policies and schedules go together: (splits, policies, schedules)."""
+        model, offload = self.base.model, self.changes["offload"]
+        features = model.tied, bool(model.experts and model.experts.capacity_factor)
+
+        split = self.space.splits[0]
+        where = (split.ep > 1, split.pp > 1, offload)
+        by_zero = [
             [
-                [
-                    _can_train(model, split, recompute=name, schedule=schedule, virtual_stages=virtual)
-                    for schedule, virtual in self.space.schedules
-                ]
-                for name in self.space.recomputes
+                [_go_together(*features, zero, *where, policy, schedule) for schedule, _ in self.space.schedules]
+                for policy in self.space.recomputes
             ]
-        )
+            for zero in range(4)
+        ]
+        return np.array(by_zero)[[split.zero for split in self.space.splits]]
 
     def open(self) -> int:
         """Time all; the number of those that are left out."""

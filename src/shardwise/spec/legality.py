@@ -1,14 +1,13 @@
-"""Legality: which Layouts a Model and a Recipe allow, and what the trainer can do today. One place for all rooms."""
+"""Legality: which Layouts a Model and a Recipe allow. One place for all rooms."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
+from shardwise.spec.combinations import conflicts
 from shardwise.spec.layout import Layout
 from shardwise.spec.model import Model
-from shardwise.spec.noun import InputError
-from shardwise.spec.recipe import Precision, Recipe
-from shardwise.spec.run import Run
+from shardwise.spec.recipe import Recipe
 
 
 def divisors(number: int) -> list[int]:
@@ -47,6 +46,7 @@ def illegal(model: Model, layout: Layout, recipe: Recipe) -> Iterator[str]:
         )
     yield from _degrees(model, layout, recipe)
     yield from _pipeline(model, layout)
+    yield from conflicts(model, layout)
     yield from _batch(layout, recipe)
     if recipe.batch_tokens and not recipe.batch_sequences % (layout.data_ranks * layout.micro_batch):
         yield from schedule_problems(layout, recipe.batch_sequences // (layout.data_ranks * layout.micro_batch))
@@ -105,8 +105,6 @@ def _degrees(model: Model, layout: Layout, recipe: Recipe) -> Iterator[str]:
 
 
 _FIXED_VIRTUAL = {"gpipe": 1, "1f1b": 1, "zbv": 2, "dualpipev": 2}
-_FOLDED = ("zbv", "dualpipev")  # a rank has one stage from the front and one from the back
-_SPLIT_BACKWARD = ("interleaved-zb", "zbv", "dualpipev")
 
 
 def _pipeline(model: Model, layout: Layout) -> Iterator[str]:
@@ -171,151 +169,3 @@ def _batch(layout: Layout, recipe: Recipe) -> Iterator[str]:
     else:
         text += f", or {nearest_divisor(sequences, layout.data_ranks)} data ranks"
     yield text
-
-
-def untrainable(model: Model, layout: Layout) -> Iterator[str]:
-    """What is legal and can be planned, but what `train` does not do yet."""
-    for field in ("attention_sinks", "mlp_bias") if model.experts else ("attention_sinks",):
-        if getattr(model, field):
-            also = " of a model with experts" if field == "mlp_bias" else ""
-            yield f"model.{field}{also} cannot be trained by this version, only planned; {model.name} has it"
-    if layout.compile and model.experts and model.experts.capacity_factor:
-        yield (
-            "model.experts.capacity_factor makes the number of tokens of a block depend on the data, which then cannot "
-            "be compiled whole; what works: compile: false, or no capacity_factor"
-        )
-    if layout.compile and layout.cp > 1 and layout.cp_method == "ring":
-        yield (
-            "layout.cp_method ring sends and receives in the middle of a block, which then cannot be compiled whole; "
-            "what works: cp_method: allgather, or compile: false"
-        )
-    if layout.compile and layout.ep > 1:
-        yield (
-            f"layout.compile does not go with ep {layout.ep}: how many tokens go to which rank is known only as they "
-            "go; nearest: compile: false"
-        )
-    if layout.recompute == "selective" and layout.ep > 1 and layout.zero >= 2:
-        yield (
-            f"layout.recompute selective does not go with ep {layout.ep} and zero {layout.zero}: it would repeat only "
-            "parts of how FSDP2 gathers experts within a block; nearest: recompute: full"
-        )
-    yield from _untrainable_offload(model, layout)
-    if layout.async_tp and not (layout.compile and layout.tp > 1):
-        yield (
-            f"layout.async_tp is the compiler's work on tensor-parallel products, and needs compile: true and tp of at "
-            f"least 2, not {layout.tp}; nearest: async_tp: false"
-        )
-    yield from _untrainable_pipeline(model, layout)
-
-
-def _untrainable_offload(model: Model, layout: Layout) -> Iterator[str]:
-    """Offload belongs to whoever holds what is offloaded."""
-    if layout.offload == "parameters" and layout.zero < 2:
-        yield (
-            f"layout.offload parameters offloads the shards of FSDP2, and zero is {layout.zero}; nearest: zero: 3, or "
-            "offload: optimizer"
-        )
-    if layout.offload == "parameters" and layout.pp > 1 and model.tied:
-        yield (
-            f"layout.offload parameters with pp {layout.pp} would sum the gradient of {model.name}'s tied table on the "
-            "host, which this version does not do; nearest: offload: optimizer"
-        )
-    if layout.offload == "activations" and layout.recompute == "selective":
-        yield (
-            "layout.offload activations does not reach what recompute selective keeps; nearest: recompute: full, or "
-            "offload: none"
-        )
-
-
-def _untrainable_pipeline(model: Model, layout: Layout) -> Iterator[str]:
-    """What PyTorch's schedules, and the trainer on them, do not do."""
-    if layout.pp == 1:
-        return
-    if layout.compile and layout.schedule in _SPLIT_BACKWARD:
-        yield (
-            f"layout.compile does not go with layout.schedule {layout.schedule}: a compiled block cannot compute the "
-            "gradients of inputs and weights apart; what works: compile: false, or schedule 1f1b or interleaved"
-        )
-    if layout.zero == 3 and layout.schedule in _SPLIT_BACKWARD:
-        yield (
-            f"layout.zero 3 gives weights up between forward and backward, but layout.schedule {layout.schedule} must "
-            "find them there, as it computes their gradients later than those of inputs; what works: zero: 2"
-        )
-    if layout.recompute == "selective" and layout.schedule in _SPLIT_BACKWARD:
-        yield (
-            f"layout.recompute selective does not go with layout.schedule {layout.schedule}, which goes through a "
-            "block backwards twice, for the gradients of inputs and of weights; what works: recompute: full, or "
-            "schedule: 1f1b or interleaved"
-        )
-    if model.tied and layout.schedule in _FOLDED:
-        yield (
-            f"layout.schedule {layout.schedule} has the first and the last stage on one rank, which would hold the "
-            f"tied table of {model.name} twice; what works: schedule 1f1b, interleaved or interleaved-zb"
-        )
-
-
-def untrainable_precision(precision: Precision) -> Iterator[str]:
-    """Likewise, of a precision."""
-    if precision.products != "compute":
-        yield (
-            f"recipe.precision: products in {precision.products} cannot be trained by this version, only planned; "
-            "what works: precision: bf16"
-        )
-
-
-def not_trainable(model: Model, layout: Layout, recipe: Recipe) -> Iterator[str]:
-    """`untrainable`, and what `train` needs of a recipe and did not get."""
-    yield from untrainable(model, layout)
-    if not recipe.batch_tokens:
-        yield (
-            "recipe.batch_tokens is required for training: a batch that moved with the layout would change what is "
-            "learned"
-        )
-    if not (recipe.steps or recipe.tokens):
-        yield "recipe.steps or recipe.tokens is required for training"
-    yield from _unbalanced(model, recipe)
-    precision = recipe.precision
-    yield from untrainable_precision(precision)
-    wide = {precision.parameters, precision.gradients, precision.moments}
-    if len(wide) > 1 or precision.parameters in ("bf16", "fp16"):
-        yield (
-            f"recipe.precision: parameters {precision.parameters}, gradients {precision.gradients} and moments "
-            f"{precision.moments} must be one of fp32 or fp64; nearest: fp32 for all three"
-        )
-    elif precision.compute not in ("bf16", "fp16", precision.parameters):
-        yield (
-            f"recipe.precision.compute {precision.compute} does not go with parameters {precision.parameters}; "
-            f"nearest: {precision.parameters}"
-        )
-    if precision.reduce not in (precision.gradients, "bf16"):
-        yield (
-            f"recipe.precision.reduce {precision.reduce} does not go with gradients {precision.gradients}; "
-            f"nearest: {precision.gradients}, or bf16"
-        )
-
-
-def _unbalanced(model: Model, recipe: Recipe) -> Iterator[str]:
-    """Ways of balancing experts that the model has nothing for."""
-    balance, experts = recipe.balance, model.experts
-    if balance.auxiliary and experts is None:
-        yield f"recipe.balance.auxiliary {balance.auxiliary:g} needs a model with experts; what works: 0"
-    if balance.bias_rate and not (experts and experts.router_bias):
-        yield (
-            f"recipe.balance.bias_rate {balance.bias_rate:g} needs routers with a bias; what works: 0"
-            + (", or model.experts.router_bias: true" if experts else "")
-        )
-
-
-def require_trainable(run: Run, world: int) -> None:
-    """Raise InputError with every reason why `train` cannot run this Run on `world` ranks."""
-    layout = run.fixed_layout
-    reasons = [*illegal(run.model, layout, run.recipe), *not_trainable(run.model, layout, run.recipe)]
-    if layout.async_tp and run.cluster.gpu.name == "cpu":
-        reasons.append("layout.async_tp needs CUDA, and cluster.gpu is cpu; nearest: async_tp: false")
-    if layout.world != world:
-        reasons.append(
-            f"layout: {layout.describe()} makes {layout.world} ranks, but {world} are started; "
-            f"use --nproc {layout.world}, or change the layout (layout: auto fits any number)"
-        )
-    if reasons:
-        raise InputError("\n".join(reasons))

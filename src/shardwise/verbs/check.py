@@ -15,10 +15,10 @@ from shardwise.planner.single import refusals
 from shardwise.planner.stacks import own_stack
 from shardwise.planner.subject import dtype_of
 from shardwise.spec import InputError, Layout, Run
-from shardwise.spec.legality import not_trainable
 from shardwise.spec.memory import GIB
 from shardwise.spec.plan import Candidate
 from shardwise.spec.presets import prices
+from shardwise.spec.trainable import not_trainable
 from shardwise.verbs.predicted import predict_run
 from shardwise.verbs.resolve import resolve_layout
 
@@ -132,4 +132,4 @@ def _legality_alone(run: Run, why: str) -> Check:
 
 def _not_yet(run: Run) -> list[str]:
     """What `train` refuses today."""
-    return [f"train: {reason}" for reason in not_trainable(run.model, run.fixed_layout, run.recipe)]
+    return [f"train: {reason}" for reason in not_trainable(run.model, run.recipe)]

@@ -10,7 +10,7 @@ from typing import Any
 from shardwise.checkpoints.manifest import Entry, list_checkpoints
 from shardwise.data import Data, check_vocabulary, open_data, resolve_data
 from shardwise.spec import InputError, Model, Run
-from shardwise.spec.legality import require_trainable
+from shardwise.spec.trainable import require_trainable
 from shardwise.verbs.resolve import resolve_layout
 
 # What a continued run may change beside its layout and cluster: how long it trains.

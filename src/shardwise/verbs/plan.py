@@ -10,9 +10,9 @@ from shardwise.planner.explain import reasons, utilisation
 from shardwise.planner.search import Found, search
 from shardwise.planner.stacks import own_stack
 from shardwise.spec import InputError, Precision, Run
-from shardwise.spec.legality import untrainable, untrainable_precision
 from shardwise.spec.plan import Candidate, Cost, Plan, PredictedTime
 from shardwise.spec.price import Price
+from shardwise.spec.trainable import untrainable, untrainable_precision
 from shardwise.verbs.notes import on_figures, on_precisions
 from shardwise.verbs.offers import choose_offer
 
@@ -44,10 +44,8 @@ def plan(
     if run.recipe.batch_tokens is None:
         notes.append("the batch is not given: each data rank gets as few micro-batches as its schedule allows")
     notes += on_precisions(run.recipe.precision, (item.recipe.precision for item in runs))
-    trainable = [number for number, (found, item) in enumerate(pairs, start=1) if _trainable(found, item)]
-    if len(trainable) < len(pairs):
-        first = f"the first that it can is number {trainable[0]}" if trainable else "it can run none of them"
-        notes.append(f"`shardwise train` cannot run all of these yet: {first}")
+    notes += [f"train: {reason}" for reason in untrainable(run.model)]
+    notes += [f"train: {text}" for item in runs for text in untrainable_precision(item.recipe.precision)]
     return Plan(
         candidates=tuple(candidate_of(found, item, offer) for found, item in pairs),
         rejected=dict(sum((Counter(result.rejected) for result in results), Counter())),
@@ -64,10 +62,6 @@ def in_precisions(run: Run, precisions: Iterable[str]) -> list[Run]:
         run.replace(recipe=run.recipe.model_copy(update={"precision": precision}))
         for precision in dict.fromkeys(Precision.load(name, "precision") for name in precisions)
     ] or [run]
-
-
-def _trainable(found: Found, run: Run) -> bool:
-    return not any(untrainable(run.model, found.layout)) and not any(untrainable_precision(run.recipe.precision))
 
 
 def candidate_of(found: Found, run: Run, offer: Price | None) -> Candidate:

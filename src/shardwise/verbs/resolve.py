@@ -46,7 +46,7 @@ def _planned(run: Run) -> Layout | None:
     """The planner's choice; None where it knows too little, or nothing is legal (which is said later, with reasons)."""
     cluster = _with_memory(run.cluster)
     try:
-        found = search(run.model, cluster, run.recipe, own_stack(cluster.gpu), trainable=True).found
+        found = search(run.model, cluster, run.recipe, own_stack(cluster.gpu)).found
     except InputError:
         return None
     best = next((item for item in found if item.verdict == "fits"), found[0])

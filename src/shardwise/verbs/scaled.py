@@ -9,7 +9,7 @@ from typing import Any
 
 from shardwise.spec import InputError, Layout, Model, Recipe, Run
 from shardwise.spec.experts import Experts, LatentAttention
-from shardwise.spec.legality import divisors, illegal, untrainable
+from shardwise.spec.legality import divisors, illegal
 
 STEPS = 3
 _SEQUENCE = 32
@@ -30,10 +30,7 @@ def scale_down(run: Run, most_ranks: int, precision: str, model: Model | None = 
         if small.world > most_ranks:
             continue
         scaled = _scaled_run(run, small, precision, model)
-        problems = [
-            *illegal(scaled.model, scaled.fixed_layout, scaled.recipe),
-            *untrainable(scaled.model, scaled.fixed_layout),
-        ]
+        problems = list(illegal(scaled.model, scaled.fixed_layout, scaled.recipe))
         if not problems:
             return scaled
         reasons = reasons or problems

@@ -15,10 +15,11 @@ from shardwise.launching.local import launch
 from shardwise.planner.parameters import count_parameters
 from shardwise.spec import InputError, Layout, Model, Run, load_run
 from shardwise.spec.huggingface import CONFIG, load_model_config
-from shardwise.spec.legality import illegal, untrainable
+from shardwise.spec.legality import illegal
 from shardwise.spec.memory import GIB
 from shardwise.spec.noun import unknown
 from shardwise.spec.numbers import human
+from shardwise.spec.trainable import untrainable
 from shardwise.verbs.resolve import resolve_layout
 from shardwise.verbs.saved import usable_checkpoint
 from shardwise.verbs.scaled import one_process, scale_down
@@ -106,7 +107,7 @@ def verify(
     run = run.replace(model=model) if model else run
     run = resolve_layout(run, run.cluster.gpus if isinstance(run.layout, str) else run.layout.world)
     layout = run.fixed_layout
-    if reasons := [*illegal(run.model, layout, run.recipe), *untrainable(run.model, layout)]:
+    if reasons := [*illegal(run.model, layout, run.recipe), *untrainable(run.model)]:
         raise InputError("\n".join(reasons))
     scaled = scale_down(run, nproc, precision, model)
     if model:
