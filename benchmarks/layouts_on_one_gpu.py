@@ -93,7 +93,7 @@ def measure(model: dict[str, Any], rank: int, layout: dict[str, Any], layers: in
         trainer._forward_backward([(ids, ids)], 4096 * 2)
         module.gradient_norm()
         trainer._update(2.0, 1e-5)
-        trainer.optimizer.zero_grad()
+        module.drop_gradients()
         torch.cuda.synchronize()
         seconds.append(time.perf_counter() - began)
     subject = subject_of(run.model, spread, run.cluster, STACKS["shardwise"], run.recipe, 1)
