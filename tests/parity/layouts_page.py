@@ -109,9 +109,9 @@ def page() -> str:
         + ".",
         "",
         "Degrees must divide what they cut: heads, KV heads (or be a multiple of them), inner sizes and vocabulary by "
-        "`tp`; the sequence by 2 · `cp` · `tp`; with Ulysses the KV heads of a rank by `cp`; experts by `ep`; the batch "
-        "by data ranks and micro-batch. Layers must make `pp` · `virtual_stages` stages, a step as many micro-batches "
-        "as its schedule takes. Each refusal names the nearest legal value.",
+        "`tp`; the sequence by 2 · `cp` · `tp`; with Ulysses the KV heads of a rank by `cp`; experts by `ep`; the "
+        "batch by data ranks and micro-batch. Layers must make `pp` · `virtual_stages` stages, a step as many "
+        "micro-batches as its schedule takes. Each refusal names the nearest legal value.",
     ]
     return "\n".join(lines) + "\n"
 
