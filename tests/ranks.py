@@ -22,6 +22,11 @@ class RankPool:
     """`world` processes with one default gloo group. `run(function, …)` calls it on every rank at once."""
 
     def __init__(self, world: int):
+        self._world = world
+        self._start()
+
+    def _start(self) -> None:
+        world = self._world
         self._store = tempfile.NamedTemporaryFile(prefix="shardwise-ranks-")  # noqa: SIM115 lives as long as the pool
         Path(self._store.name).unlink()
         context = multiprocessing.get_context("fork")
@@ -35,7 +40,16 @@ class RankPool:
             process.start()
 
     def run(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
-        """The results in rank order. Raises AssertionError with the first failing rank's traceback."""
+        """The results in rank order. Raises AssertionError with the first failing rank's traceback; the ranks, which
+        may then be in the middle of anything, are replaced by new ones."""
+        try:
+            return self._run(function, arguments)
+        except AssertionError:
+            self.close()
+            self._start()
+            raise
+
+    def _run(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> list[Any]:
         for end in self._ends:
             end.send((function, arguments))
         answers: list[tuple[bool, Any]] = []

@@ -127,7 +127,7 @@ FAULTS = [
     (divided_by_the_pipeline, "llama", {"pp": 2}),
     (divided_by_the_pipeline, "llama", {"pp": 2, "schedule": "interleaved", "virtual_stages": 2}),
     (experts_times_their_ranks, "qwen-moe", {"dp_shard": 2, "ep": 2}),
-    (a_layer_dropped, "llama", {"dp_replicate": 2}),
+    (a_layer_dropped, "llama", {"dp_shard": 2, "zero": 2}),
     (labels_shifted_on_one_rank, "llama", {"dp_shard": 2}),
     (labels_shifted_on_one_rank, "llama", {"pp": 2}),
     (norm_weights_not_synchronised, "llama", {"tp": 2}),

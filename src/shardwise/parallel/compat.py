@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -13,6 +14,9 @@ from torch import Tensor
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+
+# Whether a pipeline can split the backward of operators written in Python: 2.11 loses their nodes in between.
+SPLITS_CUSTOM_OPERATORS = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 13)
 
 
 class LeanStage(PipelineStage):
@@ -115,3 +119,96 @@ def buffers_stay() -> dict[str, bool]:
     """DistributedDataParallel's way not to broadcast buffers before each forward: 2.13 has another name for it."""
     signature = inspect.signature(DistributedDataParallel.__init__)
     return {("forward_sync_buffers" if "forward_sync_buffers" in signature.parameters else "broadcast_buffers"): False}
+
+
+# What a rehearsal needs.
+
+
+def fake_process_group(rank: int, world: int) -> None:
+    """This process as one rank of a world of which there is nobody else: collectives leave their outputs as they are."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
+
+
+@contextmanager
+def around_shape_propagation(inside: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
+    """Enter `inside()` wherever DTensor runs an operator on global shapes, to see what comes out."""
+    from torch.distributed.tensor._sharding_prop import ShardingPropagator
+
+    with ExitStack() as stack:
+        for name in ("propagate_op_sharding_non_cached", "_propagate_tensor_meta_non_cached"):
+            if (method := getattr(ShardingPropagator, name, None)) is not None:
+                stack.enter_context(mock.patch.object(ShardingPropagator, name, _within(method, lambda *_: inside())))
+        yield
+
+
+@contextmanager
+def around_fsdp(inside: Callable[[str, Iterable[Tensor]], AbstractContextManager[None]]) -> Iterator[None]:
+    """Enter `inside(action, tensors)` wherever FSDP2 works: "gather" (on its own stream), "unshard", "reduce", and
+    "accumulate" with the unsharded gradient that waits for its reduction, known once that is over."""
+    from torch.distributed.fsdp._fully_shard import _fsdp_param_group
+    from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+
+    def waiting(parameter: FSDPParam) -> Iterator[Tensor]:
+        gradient = parameter.unsharded_accumulated_grad
+        if gradient is None:
+            gradient = parameter._unsharded_param.grad
+        if gradient is not None:
+            yield gradient
+
+    group = _fsdp_param_group.FSDPParamGroup
+    actions = [
+        (_fsdp_param_group, "foreach_all_gather", "gather"),
+        (group, "wait_for_unshard", "unshard"),
+        (_fsdp_param_group, "foreach_reduce", "reduce"),
+    ]
+    with ExitStack() as stack:
+        for owner, name, action in actions:
+            wrapped = _within(getattr(owner, name), lambda *_, action=action: inside(action, ()))
+            stack.enter_context(mock.patch.object(owner, name, wrapped))
+        wrapped = _within(FSDPParam.to_accumulated_grad_if_needed, lambda one: inside("accumulate", waiting(one)))
+        stack.enter_context(mock.patch.object(FSDPParam, "to_accumulated_grad_if_needed", wrapped))
+        yield
+
+
+def _within(function: Callable[..., Any], context: Callable[..., AbstractContextManager[None]]) -> Callable[..., Any]:
+    def call(*arguments: Any, **named: Any) -> Any:
+        with context(*arguments):
+            return function(*arguments, **named)
+
+    return call
+
+
+@contextmanager
+def pipeline_without_votes() -> Iterator[None]:
+    """2.13's stages vote on how shapes are found, and read the result, which a fake tensor does not have. Ours are
+    given theirs."""
+    from torch.distributed.pipelining import _utils, schedules
+
+    mode = getattr(_utils, "InferenceMode", None)
+    base = schedules._PipelineSchedule
+    if mode is None or not hasattr(base, "_warmup_p2p"):
+        yield
+        return
+
+    def warm_up(schedule: Any, stages: Iterable[Any], *_: Any, **__: Any) -> None:
+        for stage in stages:
+            stage._inference_mode = mode.STATIC
+
+    with mock.patch.object(base, "_warmup_p2p", warm_up):
+        yield
+
+
+def compilations() -> list[tuple[str, str, float, float]]:
+    """What torch.compile has compiled in this process so far: function, why again ('' the first time), seconds since
+    the epoch at which it began, seconds that it took."""
+    from torch._dynamo.utils import get_compilation_metrics
+
+    found = []
+    for item in get_compilation_metrics():
+        name = f"{getattr(item, 'co_name', None) or 'a graph'}"
+        began = getattr(item, "start_time", None) or (getattr(item, "start_time_us", None) or 0) / 1e6
+        seconds = (getattr(item, "duration_us", None) or 0) / 1e6 or getattr(item, "entire_frame_compile_time_s", 0.0)
+        found.append((name, getattr(item, "recompile_reason", None) or "", float(began), float(seconds or 0.0)))
+    return found

@@ -21,10 +21,11 @@ from torch.distributed.pipelining.schedules import (
     ScheduleZBVZeroBubble,
 )
 
-from shardwise.parallel.compat import LeanStage
+from shardwise.parallel.compat import SPLITS_CUSTOM_OPERATORS, LeanStage
 from shardwise.parallel.mesh import Mesh
 from shardwise.planner.schedules import stages_of
-from shardwise.spec import Layout
+from shardwise.spec import InputError, Layout
+from shardwise.spec.combinations import SPLIT_BACKWARD
 
 _SINGLE = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
 _MULTI = {
@@ -44,6 +45,7 @@ class Pipeline:
 
     def __init__(self, layout: Layout, mesh: Mesh, stages: dict[int, nn.Module], sequence: int, device: torch.device):
         self._layout, self._modules, self._device = layout, stages, device
+        _require_split_backward(layout, next(iter(stages.values())))
         self._group = mesh.weights.get_group("pp")
         self._count = layout.pp * layout.virtual_stages
         self._rank_of = {
@@ -142,3 +144,14 @@ class Pipeline:
         """Hidden states between two stages: (B, S / cp / tp, hidden)."""
         shape = (rows, length // self._layout.tp, module.model.hidden)
         return torch.empty(shape, dtype=module.compute_dtype, device=device)
+
+
+def _require_split_backward(layout: Layout, module: Any) -> None:
+    """Raise InputError where this torch cannot compute the gradients of inputs and weights apart."""
+    looped = module.model.experts is not None and module.compute_dtype != torch.bfloat16
+    if looped and layout.schedule in SPLIT_BACKWARD and not SPLITS_CUSTOM_OPERATORS:
+        raise InputError(
+            f"layout.schedule {layout.schedule}: torch {torch.__version__} cannot split the backward of experts in "
+            f"{str(module.compute_dtype).removeprefix('torch.')}; what works: precision bf16, schedule 1f1b or "
+            "interleaved, or torch 2.13"
+        )
