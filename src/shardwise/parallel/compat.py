@@ -125,7 +125,7 @@ def buffers_stay() -> dict[str, bool]:
 
 
 def fake_process_group(rank: int, world: int) -> None:
-    """This process as one rank of a world of which there is nobody else: collectives leave their outputs as they are."""
+    """This process as one rank of a world of which there is nobody else: collectives leave outputs as they are."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
