@@ -11,8 +11,10 @@ from typing import Any
 __version__ = "0.1.0"
 
 _VERBS = {
+    "calibrate": "shardwise.verbs.calibrate",
     "check": "shardwise.verbs.check",
     "compare": "shardwise.verbs.compare",
+    "doctor": "shardwise.verbs.doctor",
     "explain": "shardwise.verbs.explain",
     "export_checkpoint": "shardwise.verbs.checkpoint",
     "generate": "shardwise.verbs.generate",
@@ -20,6 +22,8 @@ _VERBS = {
     "list_checkpoints": "shardwise.verbs.checkpoint",
     "plan": "shardwise.verbs.plan",
     "prepare_data": "shardwise.verbs.prepare_data",
+    "profile": "shardwise.verbs.profile",
+    "rehearse": "shardwise.verbs.rehearse",
     "train": "shardwise.verbs.train",
     "verify": "shardwise.verbs.verify",
     "verify_checkpoint": "shardwise.verbs.checkpoint",

@@ -35,7 +35,7 @@ TRACED = {
 def test_closed_form_equals_trace(event: str) -> None:
     (model, sequence, micro_batches, layers), layout = TRACED[event]
     run = example(model, sequence, micro_batches, layers, **layout)
-    traced = trace_in_child(run, micro_batches=micro_batches)
+    traced = trace_in_child(run)
     memory = predict_memory(subject_of(run, micro_batches))
     assert memory.event == event.split(",")[0]
     assert memory.live - WORKSPACE == pytest.approx(traced.peak, rel=0.01)
@@ -56,7 +56,7 @@ def test_recompute_equals_trace(case: Any, layout: dict[str, Any], policy: str) 
     """With the chunked loss, so that the peak is not the logits, of which no policy knows."""
     model, sequence, micro_batches, layers = case
     run = example(model, sequence, micro_batches, layers, **layout, loss="chunked", recompute=policy)
-    traced = trace_in_child(run, micro_batches=micro_batches)
+    traced = trace_in_child(run)
     live = predict_memory(subject_of(run, micro_batches)).live - WORKSPACE
     assert live == pytest.approx(traced.peak, rel=0.035)
 
@@ -84,6 +84,8 @@ def test_allocated_on_an_h200(layers: int, tokens: int, layout: dict[str, Any], 
         predicted += (16 - 12) * tokens * 128_256 / tp
     if layout.get("zero") != 2:
         predicted -= 2 * 128_256 * 4096 / tp
+        # Its loss lay outside of the head, whose backward hook gathers the last block: ours gathers it before.
+        predicted -= 2 * 218_112_000 / tp
     if "recompute" not in layout:
         predicted += (48 - 43.53) * 4096 * tokens * layers / tp
     assert predicted / GIB == pytest.approx(measured, rel=0.015 if tp > 1 else 0.006)
@@ -101,7 +103,9 @@ def test_states_of_zero() -> None:
         shards = 1 if zero == 0 else 8
         assert memory.parameters == pytest.approx(4 * parameters / shards, rel=1e-3)
         assert memory.optimizer == pytest.approx(8 * parameters / shards, rel=1e-3)
-        assert memory.gradients == pytest.approx(4 * parameters / shards, rel=1e-3)
+        # DDP has buckets, and beside them the gradients that wait for the last micro-batch.
+        copies = 2 if zero == 0 else 1
+        assert memory.gradients == pytest.approx(copies * 4 * parameters / shards, rel=1e-3)
 
 
 def test_megatron_states() -> None:

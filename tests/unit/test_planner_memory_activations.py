@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from memory_trace import cuda_operators
 from shardwise.model.block import Block
 from shardwise.model.rope import rotary_table
 from shardwise.planner.memory.activations import Style, block_kept, kept_bytes
+from shardwise.rehearsal.operators import cuda_operators
 from shardwise.spec import Layout, Model
 
 GPT = {"positions": "learned", "norm": "layernorm", "activation": "gelu"}

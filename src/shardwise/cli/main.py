@@ -9,17 +9,22 @@ import typer
 
 from shardwise import __version__
 from shardwise.cli import checkpoint, data
+from shardwise.cli.calibrate import calibrate
 from shardwise.cli.check import check
 from shardwise.cli.compare import compare, whatif
+from shardwise.cli.doctor import doctor
 from shardwise.cli.explain import explain
 from shardwise.cli.generate import generate
 from shardwise.cli.overrides import split_overrides
 from shardwise.cli.plan import plan
+from shardwise.cli.profile import profile
+from shardwise.cli.rehearse import rehearse
 from shardwise.cli.train import RUN_FIELDS, train
 from shardwise.cli.verify import verify
 from shardwise.spec import InputError
 
-_TAKE_A_RUN = {"train", "explain", "whatif", "check", "verify"}  # verbs that accept --recipe.steps 40 and the like
+# Verbs that accept --recipe.steps 40 and the like
+_TAKE_A_RUN = {"train", "explain", "whatif", "check", "verify", "rehearse", "profile", "doctor"}
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 app.command(epilog=RUN_FIELDS)(train)
@@ -29,6 +34,10 @@ app.command(epilog=RUN_FIELDS)(whatif)
 app.command()(compare)
 app.command(epilog=RUN_FIELDS)(check)
 app.command(epilog=RUN_FIELDS)(verify)
+app.command(epilog=RUN_FIELDS)(rehearse)
+app.command(epilog=RUN_FIELDS)(profile)
+app.command(epilog=RUN_FIELDS)(doctor)
+app.command()(calibrate)
 app.command()(generate)
 app.add_typer(data.app, name="data", help="Token shards.")
 app.add_typer(checkpoint.app, name="checkpoint", help="What a run has saved; to and from Hugging Face.")

@@ -14,8 +14,8 @@ Overrides = list[tuple[str, str]]
 def split_overrides(words: list[str]) -> tuple[list[str], Overrides]:
     """Part the words of a command line into those for the verb, and (path, value) pairs for the Run.
 
-    A field is `--model`, `--cluster`, `--layout`, `--recipe`, or any option with a dot in its name. Raises InputError
-    for one without a value.
+    A field is `--model`, `--cluster`, `--layout`, `--recipe`, or any option with a dot in its name; but `--cluster` is
+    an option of `plan`'s own. Raises InputError for one without a value.
     """
     rest: list[str] = []
     overrides: Overrides = []
@@ -23,7 +23,7 @@ def split_overrides(words: list[str]) -> tuple[list[str], Overrides]:
     while queue:
         word = queue.pop(0)
         match = _FIELD.fullmatch(word)
-        if not match:
+        if not match or (words[:1] == ["plan"] and match[1] == "cluster"):
             rest.append(word)
         elif match[2] is not None:
             overrides.append((match[1], match[2]))

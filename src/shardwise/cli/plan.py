@@ -15,9 +15,12 @@ from shardwise.cli.verb import verb
 @verb
 def plan(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="A preset, or the path of a config.json or YAML file.")],
-    gpu: Annotated[str, typer.Option(help="The chip: h100-sxm, a100-80-sxm, …")],
-    gpus: Annotated[str, typer.Option(help="How many; a range such as 8..1024 compares cluster sizes.")],
     seq: Annotated[int, typer.Option(help="Tokens of one sequence.")],
+    gpu: Annotated[str | None, typer.Option(help="The chip: h100-sxm, a100-80-sxm, …")] = None,
+    gpus: Annotated[str | None, typer.Option(help="How many; a range such as 8..1024 compares cluster sizes.")] = None,
+    cluster: Annotated[
+        str | None, typer.Option(help="Instead of --gpu: a Cluster file, such as `calibrate` writes.")
+    ] = None,
     tokens: Annotated[str | None, typer.Option(help="Tokens to train on in all, such as 1T, for the cost.")] = None,
     batch_tokens: Annotated[str | None, typer.Option(help="Tokens of one optimizer step, such as 4M.")] = None,
     budget: Annotated[float | None, typer.Option(help="Only cluster sizes that cost at most this many USD.")] = None,
@@ -40,10 +43,19 @@ def plan(
     from shardwise.verbs.plan import run_of
     from shardwise.verbs.sweep import cheapest_to_debug, parse_sizes, sweep
 
-    sizes = parse_sizes(gpus)
+    if (gpu is None) is (cluster is None):
+        raise InputError("--gpu CHIP or --cluster FILE is needed" + (", not both" if gpu else ""))
+    if gpus is None and cluster is None:
+        raise InputError("--gpus is needed: how many")
+    sizes = parse_sizes(gpus) if gpus is not None else []
     if objective not in ("time", "cost"):
         raise InputError(f"--objective {objective}: time or cost is expected")
-    run = run_of(model, gpu=gpu, gpus=sizes[0], sequence=seq, tokens=tokens, batch_tokens=batch_tokens)
+    chips = cluster if cluster is not None else str(gpu)
+    run = run_of(
+        model, gpu=chips, gpus=sizes[0] if sizes else None, sequence=seq, tokens=tokens, batch_tokens=batch_tokens,
+        is_file=cluster is not None,
+    )  # fmt: skip
+    sizes = sizes or [run.cluster.gpus]
     pricing: dict[str, Any] = {"provider": provider, "price": price, "spot": spot, "live_prices": live_prices}
     precisions = [name.strip() for name in precision.split(",")] if precision is not None else []
     if debug:

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 
 from shardwise.spec import Gpu
+from shardwise.spec.cluster import Exchange
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,7 @@ def group_of(gpu: Gpu, ranks: int, stride: int) -> Group:
     return Group(ranks, max(1, min(ranks, gpu.domain // stride)))
 
 
-def ring_seconds(gpu: Gpu, group: Group, payload: float, *, all_reduce: bool = False) -> float:
+def ring_seconds(gpu: Gpu, group: Group, payload: float, kind: Exchange = "gather") -> float:
     """All-gather or reduce-scatter of `payload` bytes in all (the gathered size), or all-reduce of `payload` bytes.
 
     Bytes over a link: (n-1)/n of the payload, twice for all-reduce. Between domains each local member drives its own
@@ -34,8 +35,8 @@ def ring_seconds(gpu: Gpu, group: Group, payload: float, *, all_reduce: bool = F
     n = group.ranks
     if n == 1 or payload == 0 or gpu.intra is None:
         return 0.0
-    factor = (2 if all_reduce else 1) * (n - 1) / n
-    rate = gpu.intra.bytes_per_second(payload, all_reduce=all_reduce) if group.local > 1 else math.inf
+    factor = (2 if kind == "all_reduce" else 1) * (n - 1) / n
+    rate = gpu.intra.bytes_per_second(payload, kind) if group.local > 1 else math.inf
     hops = math.log2(n) * gpu.intra.latency_us
     if group.domains > 1 and gpu.inter is not None:
         rate = min(rate, group.local * gpu.inter.bytes_per_second(payload / group.local))
@@ -50,10 +51,10 @@ def all_to_all_seconds(gpu: Gpu, group: Group, sent: float) -> float:
         return 0.0
     inside = sent * (group.local - 1) / group.ranks
     outside = sent * (group.ranks - group.local) / group.ranks
-    seconds = inside / gpu.intra.bytes_per_second(max(inside, 1.0))
+    seconds = inside / gpu.intra.bytes_per_second(max(inside, 1.0), "all_to_all")
     latency = gpu.intra.latency_us
     if outside and gpu.inter is not None:
-        seconds = max(seconds, outside / gpu.inter.bytes_per_second(outside))
+        seconds = max(seconds, outside / gpu.inter.bytes_per_second(outside, "all_to_all"))
         latency = gpu.inter.latency_us
     return seconds + math.log2(group.ranks) * latency * 1e-6
 
@@ -63,4 +64,4 @@ def hop_seconds(gpu: Gpu, payload: float, *, across: bool) -> float:
     link = gpu.inter if across else gpu.intra
     if link is None or payload == 0:
         return 0.0
-    return payload / link.bytes_per_second(payload) + link.latency_us * 1e-6
+    return payload / link.bytes_per_second(payload, "hop") + link.latency_us * 1e-6

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from shardwise.planner.work import Gemm, Work
+
+ADAMW_BYTES = 30  # that AdamW reads and writes per parameter, about
 
 
 @dataclass(frozen=True)
@@ -20,6 +23,12 @@ class Speed:
     bytes_per_second: float
     multiprocessors: int
     width: int = 2  # bytes of an activation; traffic is counted in bf16
+
+    measured: ClassVar[bool] = False  # whether its rates are those of `calibrate`
+
+    def under(self, *, compiled: bool) -> Speed:
+        """The same where blocks are compiled: no difference, unless it was measured."""
+        return self
 
     def gemm_seconds(self, gemm: Gemm, rate: float) -> float:
         """FLOPs over the rate that this shape reaches; never faster than its operands can be read and written."""
@@ -43,6 +52,52 @@ class Speed:
         attention = 3.5 * work.attention_flops / self.attention_flops
         attention -= work.attention_flops / (1.15 * self.attention_flops)
         return gemms + attention + 2 * self._traffic_seconds(work, head=head)
+
+    def rotation_seconds(self, work: Work, moved: tuple[float, float]) -> tuple[float, float]:
+        """Of a rotary embedding that moves so many bytes an element, forward and backward."""
+        return work.rotated * moved[0] / self.bytes_per_second, work.rotated * moved[1] / self.bytes_per_second
+
+    def head_seconds(self, work: Work, pieces: int) -> tuple[float, float]:
+        """Forward and backward of output head and loss; `work` is that of one of `pieces`.
+
+        A chunked loss (model/chunked_loss.py) makes the logits piece by piece, and of each piece at once its gradients
+        with respect to input and weight: the same products in pieces and the same traffic of the loss, all in the
+        forward. Nothing is made twice. On top come the sum of the weight's gradient in fp32 (10 bytes for each piece)
+        and the backward, which only scales both gradients and casts the weight's (4 and 14 bytes).
+        """
+        once = work.traffic_bytes / self.bytes_per_second  # the backward moves as much as the forward, not twice
+        forward, backward = self.forward_seconds(work, head=True), self.backward_seconds(work, head=True) - once
+        if pieces > 1:
+            gemm = work.gemms[0]
+            forward = pieces * (forward + backward + 10 * gemm.n * gemm.k / self.bytes_per_second)
+            backward = (4 * gemm.m * pieces + 14 * gemm.n) * gemm.k / self.bytes_per_second
+        return forward, backward
+
+    def update_seconds(self, parameters: float) -> float:
+        """The optimizer's step on so many parameters: AdamW reads and writes 30 bytes of each, about."""
+        return ADAMW_BYTES * parameters / self.bytes_per_second
+
+    # What the constants of a stack hold implicitly, and only measured rates say apart:
+
+    def embedding_seconds(self, elements: float, table: float, *, again: bool) -> tuple[float, float]:
+        """Forward and backward of looking up `elements` in a table of so many, whose gradient is there already or
+        not."""
+        return 0.0, 0.0
+
+    def cast_seconds(self, parameters: float, accumulated: float) -> tuple[float, float]:
+        """A micro-batch's casts of weights and of their gradients, a share `accumulated` of which is added up."""
+        return 0.0, 0.0
+
+    def unit_seconds(self, parameters: float, shards: int) -> tuple[float, float]:
+        """FSDP2's copies around one all-gather, and around one reduce-scatter."""
+        return 0.0, 0.0
+
+    def host_bound(
+        self, forward: float, backward: float, *, moe: bool, unit: bool, again: float
+    ) -> tuple[float, float]:
+        """A layer's seconds, no less than the host takes to launch it. unit: FSDP2 gathers it; again: the share of its
+        forward that the backward repeats."""
+        return forward, backward
 
     def _aligned(self, gemm: Gemm) -> float:
         return 1.0 if self.multiprocessors == 1 else aligned_share(gemm)  # a CPU loads any row

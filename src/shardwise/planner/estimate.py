@@ -50,13 +50,17 @@ class Estimates:
         returns = _column([item.data.gather_backward + item.data.reduce for item in splits])
         forward = np.array([[item.layers[1].forward for item in row] for row in sizes])
         backward = np.array([[item.layers[1].backward for item in row] for row in sizes])
+        # Sizes are those of the first split, whose weights may be held in another way.
+        held = [item.layers[1] for item in splits]
+        forward = forward + _column([item.forward - held[0].forward for item in held])
+        backward = backward + _column([item.backward - held[0].backward for item in held])
         self._each = _beside(forward, gathers, stack) + _beside(backward, returns, stack)
         hides = 1 - stack.hides_data * (1 - stack.slowdown)
         self._once = np.array([item.data.once * hides for item in splits]) + stack.step_overhead_seconds
         self._count = np.array([number for _, number in space.sizes])[:, None, None]
         self._fullest = np.array([_fullest(base, ranks, *schedule) for schedule in space.schedules]).T
         self._bubbles = (ranks - 1) * np.array([bubble_share(*schedule) for schedule in space.schedules])
-        self._heads = {"full": np.array([sum(row[0].head) for row in sizes])}
+        self._heads = {"full": np.array([_ends(row[0]) for row in sizes])}
         self._offloads = {"none": (np.zeros(1), np.array([item.optimizer for item in splits]))}
 
     def seconds(self, loss: str, offload: str) -> Array:
@@ -81,7 +85,7 @@ class Estimates:
     def _head(self, loss: str) -> Array:
         if loss not in self._heads:
             sizes, plain = range(len(self._space.sizes)), self._space.recomputes[0]
-            self._heads[loss] = np.array([sum(self._pieces(0, size, plain, loss=loss).head) for size in sizes])
+            self._heads[loss] = np.array([_ends(self._pieces(0, size, plain, loss=loss)) for size in sizes])
         return self._heads[loss]
 
     def _offload(self, offload: str) -> tuple[Array, Array]:
@@ -113,6 +117,11 @@ def _fullest(base: Subject, ranks: int, schedule: str, virtual: int) -> tuple[in
     held = [stages_of(schedule, ranks, virtual, rank) if ranks > 1 else [0] for rank in range(ranks)]
     layers = [sum(len(cut[stage]) for stage in stages) for stages in held]
     return max(layers), next(count for count, stages in zip(layers, held, strict=True) if len(cut) - 1 in stages)
+
+
+def _ends(pieces: Pieces) -> float:
+    """Head and embedding, forward and backward."""
+    return sum(pieces.head) + sum(pieces.embedding)
 
 
 def _column(values: Sequence[float]) -> Array:

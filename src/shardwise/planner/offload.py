@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from shardwise.planner.compute import ADAMW_BYTES
 from shardwise.planner.memory import Verdict, verdict
 from shardwise.planner.memory.predict import kept_of_block
 from shardwise.planner.parameters import layer_parameters, outer_parameters
@@ -15,8 +16,6 @@ from shardwise.planner.stacks import generation
 from shardwise.planner.subject import Subject
 from shardwise.spec.memory import Memory
 from shardwise.spec.presets import link_preset
-
-ADAMW_BYTES = 30  # that AdamW reads and writes per parameter, about
 
 _OLD = ("ampere", "ada")  # with PCIe 4.0; all later generations have at least 5.0
 # A chip's share of the host's memory, GB/s and GB: an eighth of DGX A100's (two EPYC 7742 with 8 × DDR4-3200 each,

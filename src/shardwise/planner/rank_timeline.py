@@ -144,6 +144,9 @@ def _stages(subject: Subject, pieces: Pieces) -> list[_Stage]:
     for stage, layers in enumerate(cut_of(subject, count)):
         forward = [_layer(subject, pieces, index, backward=False) for index in layers]
         backward = [_layer(subject, pieces, index, backward=True) for index in reversed(layers)]
+        if stage == 0 and any(pieces.embedding):
+            forward.insert(0, _Part("forward of the embedding", pieces.embedding[0], 0.0, (), ()))
+            backward.append(_Part("backward of the embedding", pieces.embedding[1], 0.0, (), ()))
         if stage == count - 1:
             forward.append(_Part("forward of the head and loss", pieces.head[0], 0.0, (), ()))
             backward.insert(0, _Part("backward of the head and loss", pieces.head[1], 0.0, (), ()))

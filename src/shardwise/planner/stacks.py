@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from shardwise.planner.compute import Speed
+from shardwise.planner.rates import MeasuredSpeed, Rates
 from shardwise.spec import Gpu, InputError
 
 GENERATIONS = {"a100": "ampere", "a10g": "ampere", "l4": "ada", "l40s": "ada", "h100": "hopper", "h200": "hopper",
@@ -47,6 +48,7 @@ class Stack:
     step_overhead_seconds: float = 0.0
     layer_overhead_seconds: float = 0.0  # host and launches, per layer and micro-batch, each of three passes
     expert_overhead_seconds: float = 0.0  # the same, more, for a layer with routed experts
+    measures: bool = False  # its speed is that of a chip's calibration, where there is one for the dtype
 
     def rotation(self, width: int) -> tuple[float, float]:
         """Bytes that a rotary embedding moves per element of `width` bytes, forward and backward. Where they were not
@@ -64,7 +66,7 @@ class Stack:
         peak, wide = gpu.peak_flops(format_) or 0.0, gpu.peak_flops(compute) or 0.0
         if gpu.bandwidth_tb_s is None:
             raise InputError(f"cluster.gpu {gpu.name}: its memory bandwidth is not known")
-        return Speed(
+        speed = Speed(
             gemm_flops=peak * self.gemm.get((family, dtype), 0.6),
             head_gemm_flops=wide * self.gemm.get((family, compute), 0.7),
             attention_flops=wide * self.attention.get(family, 0.35),
@@ -72,6 +74,11 @@ class Stack:
             multiprocessors=gpu.multiprocessors or 128,
             width={"fp64": 8, "fp32": 4}.get(compute, 2),
         )
+        if self.measures and gpu.calibration:
+            rates = Rates(gpu.calibration, format_, compute)
+            if rates.complete:
+                return MeasuredSpeed(**vars(speed), rates=rates)
+        return speed
 
 
 # Printed by `python -m benchmarks.fit_stacks`: fitted to the runs of five published sources (dgxc, llmfoundry, titan,
@@ -87,7 +94,8 @@ _MEGATRON_GEMM = {("ampere", "bf16"): 0.611, ("hopper", "bf16"): 0.76, ("hopper"
 _MEGATRON_ATTENTION = {"ampere": 0.75, "hopper": 0.643, "blackwell": 0.55, "blackwell-ultra": 0.61}
 
 # shardwise itself, eager: fitted to seven runs of its own on one H200 (`python -m benchmarks.one_gpu`), all of which it
-# then gives within 7 %; Ampere and Blackwell are taken from the other software on them.
+# then gives within 7 %; context_imbalance by `python -m benchmarks.context_on_one_gpu` on it; Ampere and Blackwell are
+# taken from the other software on them.
 _OWN_GEMM = {("ampere", "bf16"): 0.80, ("hopper", "bf16"): 0.80, ("hopper", "fp8"): 0.62, ("blackwell", "bf16"): 0.70,
              ("blackwell", "fp8"): 0.60, ("blackwell", "fp4"): 0.40, ("blackwell-ultra", "bf16"): 0.70,
              ("blackwell-ultra", "fp8"): 0.65, ("blackwell-ultra", "fp4"): 0.51}  # fmt: skip
@@ -100,7 +108,8 @@ _OWN_ATTENTION = {"ampere": 0.45, "hopper": 0.40, "blackwell": 0.45, "blackwell-
 STACKS = {
     stack.name: stack
     for stack in [
-        Stack("shardwise", _OWN_GEMM, _OWN_ATTENTION, traffic=2.0, rotation_bytes=_OWN_ROTATION),
+        Stack("shardwise", _OWN_GEMM, _OWN_ATTENTION, traffic=2.0, context_imbalance=2.05,
+              rotation_bytes=_OWN_ROTATION, measures=True),
         Stack("torchtitan", _TORCH_GEMM, {**_TORCH_ATTENTION, "hopper": 0.562}, traffic=1.49, slowdown=0.104,
               hides_tensor=0.2, context_imbalance=1.37, layer_overhead_seconds=1e-3),
         Stack("fsdp1", _TORCH_GEMM, _TORCH_ATTENTION, traffic=0.8, slowdown=0.3, layer_overhead_seconds=1e-4),
@@ -115,10 +124,12 @@ STACKS = {
 
 def own_stack(gpu: Gpu) -> Stack:
     """Our own trainer on this chip. On a CPU communication runs on the cores that compute, so nothing hides it; its
-    rates were set by six runs of 0.8M to 28M parameters on two ranks, which they give within 25 %."""
+    rates were set by six runs of 0.8M to 28M parameters on two ranks, which they give within 25 %. What `calibrate`
+    measured on this chip comes first."""
     own = STACKS["shardwise"]
-    if generation(gpu) != "cpu":
-        return own
-    shares: dict[str, Any] = {"gemm": {("cpu", "fp32"): 0.8}, "attention": {"cpu": 0.6}, "traffic": 0.8}
-    # These rates were set with the rotary embedding counted as six values of that traffic.
-    return replace(own, **shares, rotation_bytes=None, hides_data=0.0, hides_context=0.0, slowdown=0.0)
+    if generation(gpu) == "cpu":
+        shares: dict[str, Any] = {"gemm": {("cpu", "fp32"): 0.8}, "attention": {"cpu": 0.6}, "traffic": 0.8}
+        # These rates were set with the rotary embedding counted as six values of that traffic.
+        own = replace(own, **shares, rotation_bytes=None, hides_data=0.0, hides_context=0.0, slowdown=0.0)
+    overlap = gpu.calibration.overlap if gpu.calibration else None
+    return replace(own, hides_data=overlap.hides, slowdown=overlap.slowdown) if overlap else own

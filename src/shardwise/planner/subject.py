@@ -27,6 +27,11 @@ class Subject:
     gradient_bytes: int = 4  # per element, in the reduction
     gather_bytes: float = 2.0  # per element, in the gather of parameters
 
+    @property
+    def activation_bytes(self) -> int:
+        """Of one element that flows through the layers."""
+        return _BYTES.get(self.dtype, 2)
+
 
 def subject_of(
     model: Model, layout: Layout, cluster: Cluster, stack: Stack, recipe: Recipe, micro_batches: int

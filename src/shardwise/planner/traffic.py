@@ -27,11 +27,11 @@ def data_traffic(subject: Subject) -> DataTraffic:
     if layout.zero >= 2 and shards > 1:
         group = group_of(gpu, shards, stride)
         gather = ring_seconds(gpu, group, one * subject.gather_bytes)
-        reduce = ring_seconds(gpu, group, one * subject.gradient_bytes)
+        reduce = ring_seconds(gpu, group, one * subject.gradient_bytes, "reduce_scatter")
         once = 0.0
         if layout.dp_replicate > 1:
             replicas = group_of(gpu, layout.dp_replicate, stride * shards)
-            once = ring_seconds(gpu, replicas, whole * subject.gradient_bytes / shards, all_reduce=True)
+            once = ring_seconds(gpu, replicas, whole * subject.gradient_bytes / shards, "all_reduce")
         if layout.zero == 3:
             return DataTraffic(gather, gather, reduce, once)
         once += ring_seconds(gpu, group, whole * subject.gather_bytes)
@@ -41,9 +41,9 @@ def data_traffic(subject: Subject) -> DataTraffic:
         return DataTraffic()
     group = group_of(gpu, ranks, stride)
     if layout.zero == 1:
-        gradients = ring_seconds(gpu, group, whole * subject.gradient_bytes)
+        gradients = ring_seconds(gpu, group, whole * subject.gradient_bytes, "reduce_scatter")
         return DataTraffic(once=gradients + ring_seconds(gpu, group, whole * subject.gather_bytes))
-    return DataTraffic(once=ring_seconds(gpu, group, whole * subject.gradient_bytes, all_reduce=True))
+    return DataTraffic(once=ring_seconds(gpu, group, whole * subject.gradient_bytes, "all_reduce"))
 
 
 def tensor_seconds(subject: Subject, tokens: float, *, recomputed: bool) -> float:
@@ -52,12 +52,13 @@ def tensor_seconds(subject: Subject, tokens: float, *, recomputed: bool) -> floa
     layout, gpu = subject.layout, subject.cluster.gpu
     if layout.tp == 1:
         return 0.0
-    payload = 2 * tokens * subject.model.hidden
+    payload = subject.activation_bytes * tokens * subject.model.hidden
     group = group_of(gpu, layout.tp, 1)
     if subject.sequence_parallel:
-        one = ring_seconds(gpu, group, payload)
-        return one * (10 + 4 * recomputed)
-    return ring_seconds(gpu, group, payload, all_reduce=True) * (4 + 2 * recomputed)
+        # Forward 2 gathers and 2 scatters, backward as many and 2 gathers more; repeated, the forward's.
+        gather, scatter = ring_seconds(gpu, group, payload), ring_seconds(gpu, group, payload, "reduce_scatter")
+        return gather * (6 + 2 * recomputed) + scatter * (4 + 2 * recomputed)
+    return ring_seconds(gpu, group, payload, "all_reduce") * (4 + 2 * recomputed)
 
 
 def context_seconds(subject: Subject, tokens: float) -> float:
@@ -67,8 +68,9 @@ def context_seconds(subject: Subject, tokens: float) -> float:
     if layout.cp == 1:
         return 0.0
     width = model.latent.kv_rank + model.latent.rope_dim if model.latent else 2 * model.kv_heads * model.head_dim
-    payload = 2 * tokens * layout.cp * width / (1 if model.latent else layout.tp)
-    return 4 * ring_seconds(gpu, group_of(gpu, layout.cp, layout.tp), payload)
+    payload = subject.activation_bytes * tokens * layout.cp * width / (1 if model.latent else layout.tp)
+    group = group_of(gpu, layout.cp, layout.tp)
+    return 3 * ring_seconds(gpu, group, payload) + ring_seconds(gpu, group, payload, "reduce_scatter")
 
 
 def expert_seconds(subject: Subject, tokens: float, recomputed: bool) -> float:
@@ -76,5 +78,5 @@ def expert_seconds(subject: Subject, tokens: float, recomputed: bool) -> float:
     layout, model, gpu = subject.layout, subject.model, subject.cluster.gpu
     if layout.ep == 1 or model.experts is None:
         return 0.0
-    sent = 2 * tokens / layout.tp * model.experts.top_k * model.hidden
+    sent = subject.activation_bytes * tokens / layout.tp * model.experts.top_k * model.hidden
     return all_to_all_seconds(gpu, group_of(gpu, layout.ep, 1), sent) * (4 + 2 * recomputed)

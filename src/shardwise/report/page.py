@@ -16,7 +16,7 @@ from shardwise.report.tables import evaluation_table, history, time_table
 REPORT = "report.html"
 
 # The browser itself refuses whatever would leave the page.
-_POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
+POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 
 
 def write_report(out: Path, say: Callable[[str], None]) -> None:
@@ -50,7 +50,7 @@ def render(out: Path) -> str:
     return "\n".join(
         [
             '<!doctype html><html lang="en"><head><meta charset="utf-8">',
-            f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">',
+            f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">',
             '<meta name="viewport" content="width=device-width, initial-scale=1">',
             '<meta name="color-scheme" content="light dark"><link rel="icon" href="data:,">',
             f"<title>{escape(title)}: {escape(results.name)}</title>",

@@ -2,6 +2,7 @@
 
 from shardwise.spec.checkpoint import Checkpoint, CheckpointFile
 from shardwise.spec.cluster import Cluster, Figure, Gpu
+from shardwise.spec.diagnosis import Diagnosis, Remedy
 from shardwise.spec.layout import Layout
 from shardwise.spec.memory import Memory
 from shardwise.spec.model import Model
@@ -16,6 +17,7 @@ __all__ = [
     "CheckpointFile",
     "CheckpointPolicy",
     "Cluster",
+    "Diagnosis",
     "Evaluation",
     "Figure",
     "Gpu",
@@ -27,6 +29,7 @@ __all__ = [
     "Optimizer",
     "Precision",
     "Recipe",
+    "Remedy",
     "RopeScaling",
     "Run",
     "Schedule",

@@ -5,14 +5,18 @@ from __future__ import annotations
 import datetime
 import math
 from itertools import pairwise
+from pathlib import Path
 from typing import Any, Literal, Self
 
 from pydantic import Field, field_validator, model_serializer, model_validator
 
+from shardwise.spec.calibration import Calibration
 from shardwise.spec.noun import Noun
 from shardwise.spec.numbers import Count, Positive
 
 FigureClass = Literal["datasheet", "published", "measured"]
+Curve = tuple[tuple[Positive, Positive], ...]
+Exchange = Literal["gather", "all_reduce", "reduce_scatter", "all_to_all", "hop"]
 
 
 class Figure(Noun):
@@ -28,20 +32,24 @@ class Link(Noun):
     """How fast a group of chips exchanges data: a latency per hop, and bandwidth by message size.
 
     `curve` holds (message in bytes, GB/s) points of bus bandwidth in NCCL's sense (algorithm bandwidth times 2(n-1)/n
-    for all-reduce, (n-1)/n for all-gather and reduce-scatter), one direction, per chip.
+    for all-reduce, (n-1)/n for all-gather and reduce-scatter), one direction, per chip. The other curves are those of
+    other exchanges where they differ; without one, `curve` counts.
     """
 
     name: str
     latency_us: Positive
-    curve: tuple[tuple[Positive, Positive], ...]
-    reduce_curve: tuple[tuple[Positive, Positive], ...] = ()  # all-reduce, where switches help it; default: `curve`
+    curve: Curve
+    reduce_curve: Curve = ()  # all-reduce, which switches may help
+    scatter_curve: Curve = ()  # reduce-scatter
+    exchange_curve: Curve = ()  # all-to-all, by the bytes that a rank sends to others
+    hop_curve: Curve = ()  # one rank to one other
     class_: FigureClass = Field(alias="class")
     source: str
     date: datetime.date
 
     @model_validator(mode="after")
     def _ascending(self) -> Self:
-        for curve in (self.curve, self.reduce_curve):
+        for curve in (self.curve, self.reduce_curve, self.scatter_curve, self.exchange_curve, self.hop_curve):
             sizes = [size for size, _ in curve]
             if sizes != sorted(set(sizes)):
                 raise ValueError("the message sizes of a curve must ascend")
@@ -49,9 +57,15 @@ class Link(Noun):
             raise ValueError("a curve needs at least one (bytes, GB/s) point")
         return self
 
-    def bytes_per_second(self, message: float, *, all_reduce: bool = False) -> float:
+    def bytes_per_second(self, message: float, kind: Exchange = "gather") -> float:
         """Bus bandwidth at a message size: log-log interpolation, in proportion to the size below the first point."""
-        curve = (all_reduce and self.reduce_curve) or self.curve
+        curves = {
+            "all_reduce": self.reduce_curve,
+            "reduce_scatter": self.scatter_curve,
+            "all_to_all": self.exchange_curve,
+            "hop": self.hop_curve,
+        }
+        curve = curves.get(kind) or self.curve
         first, last = curve[0], curve[-1]
         if message <= first[0]:
             return first[1] * 1e9 * max(message, 1.0) / first[0]
@@ -77,6 +91,7 @@ class Gpu(Noun):
     domain: Count = 8  # chips that share the fast link; more than a host in rack-scale systems
     intra: Link | None = None  # within the domain
     inter: Link | None = None  # per chip, between domains
+    calibration: Calibration | None = None  # what `calibrate` measured on one such chip
 
     @model_validator(mode="before")
     @classmethod
@@ -121,6 +136,10 @@ class Cluster(Noun):
     def _from_preset(cls, data: Any) -> Any:
         from shardwise.spec.presets import gpu_preset
 
+        if isinstance(data, str):
+            data = _read_cluster(data)
+        elif isinstance(data, dict) and "file" in data:  # with changes: `--cluster.gpus 16` on a file
+            data = {**_read_cluster(str(data["file"])), **{key: value for key, value in data.items() if key != "file"}}
         if isinstance(data, dict) and isinstance(data.get("gpu"), str):
             data = {**data, "gpu": gpu_preset(data["gpu"])}
         if isinstance(data, dict) and isinstance(data.get("gpu"), Gpu):
@@ -145,3 +164,16 @@ class Cluster(Noun):
         if self.gpu.name in gpu_names() and gpu_preset(self.gpu.name) == self.gpu:
             data["gpu"] = self.gpu.name
         return data
+
+
+def _read_cluster(name: str) -> dict[str, Any]:
+    """The fields of a Cluster file. Raises ValueError."""
+    from shardwise.spec.presets import gpu_names
+    from shardwise.spec.run import read_yaml
+
+    if name in gpu_names():
+        raise ValueError(f"a mapping is expected, such as {{gpu: {name}, gpus: 8}}, or a file that `calibrate` wrote")
+    data = read_yaml(Path(name).expanduser())
+    if not isinstance(data, dict) or "gpu" not in data:
+        raise ValueError(f"{name} is no Cluster file: it has no field gpu")
+    return data

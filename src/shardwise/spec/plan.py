@@ -14,7 +14,8 @@ Verdict = Literal["fits", "tight", "oom", "unknown"]  # unknown: nobody said how
 
 
 class PredictedTime(Noun):
-    """One step, as predicted. `exposed_seconds`: what communication adds to it, by kind."""
+    """One step, as predicted. `exposed_seconds`: what communication adds to it, by kind. The classes say whether
+    `calibrate` measured what compute, and what exchanges within a domain, are computed from."""
 
     step_seconds: float
     tokens_per_second_per_gpu: float
@@ -22,6 +23,8 @@ class PredictedTime(Noun):
     hfu: float  # with recomputed work
     bubble_fraction: float
     exposed_seconds: dict[str, float]
+    compute_class: Literal["modelled", "calibrated"] = "modelled"
+    communication_class: Literal["modelled", "measured"] = "modelled"
 
 
 class Cost(Noun):

@@ -54,8 +54,12 @@ class Run(Noun):
         """A copy with some of its nouns exchanged."""
         return self.model_copy(update=nouns)
 
-    def to_yaml(self) -> str:
-        text: str = yaml.dump(self.dump(), sort_keys=False, default_flow_style=None, width=110)
+    def to_yaml(self, *, whole: bool = True) -> str:
+        """The Run file. Not whole: for people, without the rows of a calibration."""
+        data, found = self.dump(), self.cluster.gpu.calibration
+        if found and not whole:
+            data["cluster"]["gpu"]["calibration"] = found.source
+        text: str = yaml.dump(data, sort_keys=False, default_flow_style=None, width=110)
         return text
 
 
@@ -152,7 +156,7 @@ def _set(data: Any, keys: list[str], value: Any, path: str) -> dict[str, Any]:
     key, *rest = keys
     if isinstance(data, str):  # `model: tiny-llama` with --model.layers 2; `layout: auto` with --layout.tp 2
         parent = path.split(".")[0]
-        data = {"preset": data} if parent == "model" else {}
+        data = {{"model": "preset", "cluster": "file"}[parent]: data} if parent in ("model", "cluster") else {}
     if data is None:
         data = {}
     if not isinstance(data, dict):

@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from shardwise.timeline.intervals import Cover, Seconds, intersect, length, union
+
 STREAMS = (
     "compute",
     "all_gather",
@@ -22,9 +24,6 @@ STREAMS = (
     "idle",
 )
 _CODES = {name: code for code, name in enumerate(STREAMS)}
-
-Seconds = npt.NDArray[np.float64]
-Cover = tuple[Seconds, Seconds]  # starts and ends of disjoint intervals, ascending
 
 
 class Span(NamedTuple):
@@ -90,11 +89,11 @@ class Timeline:
         """Disjoint intervals in which at least one of the streams runs."""
         codes = [_CODES[stream] for stream in streams]
         chosen = np.isin(self.stream, codes) & (self.end > self.start)
-        return _union(self.start[chosen], self.end[chosen])
+        return union(self.start[chosen], self.end[chosen])
 
     def busy(self, stream: str) -> float:
         """Seconds in which the stream has a span."""
-        return _length(self.covered(stream))
+        return length(self.covered(stream))
 
     def idle(self, stream: str) -> float:
         """Seconds of the step in which it has none."""
@@ -102,7 +101,7 @@ class Timeline:
 
     def exposed(self, stream: str) -> float:
         """Seconds in which the stream runs and compute does not."""
-        return self.busy(stream) - _length(_intersect(self.covered(stream), self.covered("compute")))
+        return self.busy(stream) - length(intersect(self.covered(stream), self.covered("compute")))
 
     def with_idle(self, name: str = "idle") -> Timeline:
         """A copy whose `idle` stream also holds every stretch of the step in which nothing else runs."""
@@ -125,27 +124,3 @@ def shares(cover: Cover, edges: Sequence[float] | Seconds) -> Seconds:
     inside = np.clip(edges - start[np.maximum(index, 0)], 0.0, (end - start)[np.maximum(index, 0)])
     until = np.where(index >= 0, before[np.maximum(index, 0)] + inside, 0.0)
     return np.asarray(np.diff(until) / np.diff(edges))
-
-
-def _union(start: Seconds, end: Seconds) -> Cover:
-    if not len(start):
-        return start, end
-    by_start = np.argsort(start, kind="stable")
-    start, reach = start[by_start], np.maximum.accumulate(end[by_start])
-    first = np.append(True, start[1:] > reach[:-1])
-    last = np.append(first[1:], True)
-    return start[first], reach[last]
-
-
-def _intersect(a: Cover, b: Cover) -> Cover:
-    """Both are disjoint and ascending, so a stretch is in both where two are open."""
-    time = np.concatenate([a[0], b[0], a[1], b[1]])
-    step = np.repeat([1, 1, -1, -1], [len(a[0]), len(b[0]), len(a[1]), len(b[1])])
-    order = np.lexsort((step, time))  # ends before starts at the same moment
-    time, depth = time[order], np.cumsum(step[order])
-    both = depth[:-1] == 2
-    return time[:-1][both], time[1:][both]
-
-
-def _length(cover: Cover) -> float:
-    return float((cover[1] - cover[0]).sum())

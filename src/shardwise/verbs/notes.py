@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Iterable, Iterator
+from typing import Literal
 
 from shardwise.planner.memory import capacity_bytes
 from shardwise.planner.price import age_days
@@ -14,11 +15,30 @@ from shardwise.spec.price import Price
 
 def on_figures(gpu: Gpu) -> Iterator[str]:
     """Where predictions on this chip come from, and what nobody knows about it."""
-    yield f"time and memory are modelled, not measured: shardwise on {gpu.name}"
+    found, link = gpu.calibration, gpu.intra
+    if found is None:
+        yield f"time and memory are modelled, not measured: shardwise on {gpu.name}"
+    else:
+        yield f"compute is calibrated, memory modelled: {found.source} ({found.date})"
+    if communication_class(gpu) == "measured" and link is not None:
+        yield f"communication within {gpu.name} is measured: {link.source} ({link.date})"
+    elif found is not None:
+        yield f"communication is modelled: links of {gpu.name} were not calibrated"
     for origin in sorted({f"{item.source} ({item.date})" for item in gpu.peak_tflops.values() if _measured(item)}):
         yield f"the figures of {gpu.name} are measured: {origin}"
     if capacity_bytes(gpu) is None:
         yield f"how much memory {gpu.name} has is unknown, and so is whether a layout fits"
+
+
+def compute_class(gpu: Gpu) -> Literal["modelled", "calibrated"]:
+    """Of figures about one chip's time."""
+    return "calibrated" if gpu.calibration else "modelled"
+
+
+def communication_class(gpu: Gpu) -> Literal["modelled", "measured"]:
+    """Of figures about exchanges, which stay modelled until `calibrate` measured the link on this machine."""
+    calibrated = gpu.calibration is not None and gpu.calibration.ranks > 1
+    return "measured" if calibrated and gpu.intra is not None and gpu.intra.class_ == "measured" else "modelled"
 
 
 def _measured(figure: Figure) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 from shardwise.planner.explain import reasons, utilisation
@@ -13,7 +14,8 @@ from shardwise.spec import InputError, Precision, Run
 from shardwise.spec.plan import Candidate, Cost, Plan, PredictedTime
 from shardwise.spec.price import Price
 from shardwise.spec.trainable import untrainable, untrainable_precision
-from shardwise.verbs.notes import on_figures, on_precisions
+from shardwise.verbs.beside import own_error
+from shardwise.verbs.notes import communication_class, compute_class, on_figures, on_precisions
 from shardwise.verbs.offers import choose_offer
 
 
@@ -41,6 +43,7 @@ def plan(
     pairs = sorted(pairs, key=lambda pair: (pair[0].verdict == "oom", -pair[0].tokens_per_second))[:top]
     offer, on_offer = choose_offer(run.cluster.gpu, provider=provider, price=price, spot=spot, live=live_prices)
     notes = [*on_figures(run.cluster.gpu), *on_offer]
+    notes += [text] if (text := own_error(Path("runs"), run.cluster.gpu.name)) else []
     if run.recipe.batch_tokens is None:
         notes.append("the batch is not given: each data rank gets as few micro-batches as its schedule allows")
     notes += on_precisions(run.recipe.precision, (item.recipe.precision for item in runs))
@@ -81,6 +84,8 @@ def candidate_of(found: Found, run: Run, offer: Price | None) -> Candidate:
             hfu=hfu,
             bubble_fraction=found.step.bubble_fraction,
             exposed_seconds=exposed,
+            compute_class=compute_class(run.cluster.gpu),
+            communication_class=communication_class(run.cluster.gpu),
         ),
         cost=_cost(found, run, offer),
         why=reasons(found),
@@ -104,10 +109,19 @@ def _cost(found: Found, run: Run, offer: Price | None) -> Cost:
 
 
 def run_of(
-    model: str, *, gpu: str, gpus: int, sequence: int, tokens: str | None = None, batch_tokens: str | None = None
+    model: str,
+    *,
+    gpu: str,
+    gpus: int | None,
+    sequence: int,
+    tokens: str | None = None,
+    batch_tokens: str | None = None,
+    is_file: bool = False,
 ) -> Run:
-    """The Run that `shardwise plan`'s options describe. Raises InputError."""
+    """The Run that `shardwise plan`'s options describe. gpu: a preset, or (is_file) a Cluster file, which also says how
+    many where `gpus` is None. Raises InputError."""
     recipe = {"sequence": sequence, "tokens": tokens, "batch_tokens": batch_tokens}
-    if gpus < 1:
+    if gpus is not None and gpus < 1:
         raise InputError(f"--gpus {gpus}: at least 1 is needed")
-    return Run.load({"model": model, "cluster": {"gpu": gpu, "gpus": gpus}, "recipe": recipe})
+    cluster = {("file" if is_file else "gpu"): gpu, **({} if gpus is None else {"gpus": gpus})}
+    return Run.load({"model": model, "cluster": cluster, "recipe": recipe})

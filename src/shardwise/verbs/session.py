@@ -23,8 +23,10 @@ from shardwise.planner.parameters import count_parameters
 from shardwise.report.progress import ProgressLine
 from shardwise.spec import InputError, Step
 from shardwise.spec.numbers import human
+from shardwise.spec.presets import gpu_called
 from shardwise.training.batches import Batches
 from shardwise.training.loop import Trainer
+from shardwise.verbs.beside import PREDICTIONS, append, in_words, line_of, median_step, predicted
 from shardwise.verbs.job import Job, store_run
 from shardwise.verbs.records import Records
 
@@ -62,6 +64,8 @@ class Session:
             say=progress.say,
         )
         self.done = self._restore()  # completed steps
+        self._seconds: list[float] = []
+        self._peak_gib: float | None = None
         if self._first:
             store_run(job)
         where = {"world": process.world, "device": self._device(), "layout": run.fixed_layout.describe()}
@@ -84,6 +88,8 @@ class Session:
     def record(self, step: Step) -> None:
         """Write the step down and show it."""
         self._records.step(step.dump())
+        self._seconds.append(step.step_seconds)
+        self._peak_gib = step.peak_memory_gib
         self._progress.step(step, first=step.step == self.done + 1)
         self.done = step.step
 
@@ -147,12 +153,32 @@ class Session:
         Returns whether the last checkpoint was saved, and whether every validation loss was as expected.
         """
         began = time.perf_counter()
+        self._say_beside()
         self._checkpointer.close()
         error = self._checkpointer.last_error
         self._records.event("stop", self.done, time.perf_counter() - began, reason=error or reason)
         expected = [self._records.close(self._bands, self._batch_tokens)]
         dist.broadcast_object_list(expected, device=self._process.device)  # only rank 0 has the whole run's
         return error is None, expected[0]
+
+    def _say_beside(self) -> None:
+        """What was predicted of this Run beside what was measured, on rank 0."""
+        seconds = median_step(self._seconds)
+        if not self._first or seconds is None:
+            return
+        run, chip = self.job.run, gpu_called(self._device())
+        if chip and self._device() not in run.cluster.gpu.device_names:  # the Run was written for another
+            run = run.replace(cluster=run.cluster.model_copy(update={"gpu": chip}))
+        found, _ = predicted(run)
+        # A CPU's figure is the whole process's memory, which nobody predicts; rank 0's stage may not be the fullest.
+        live = self._peak_gib if self._process.device.type == "cuda" and run.fixed_layout.pp == 1 else None
+        line = line_of("train", run, found, step_seconds=seconds, live_gib=live)
+        try:
+            append(self.job.out, line)
+        except OSError as error:
+            self._progress.say(f"{self.job.out / PREDICTIONS}: {error.strerror}")
+        if text := in_words(line):
+            self._progress.say(text)
 
     def _restore(self) -> int:
         """Load the newest complete checkpoint onto this layout, if there is one; returns its step."""
@@ -186,7 +212,7 @@ class Session:
         run, data = self.job.run, self.job.data
         machine = f"{self._process.world} × {self._device()}"
         return (
-            f"{run.to_yaml()}"
+            f"{run.to_yaml(whole=False)}"
             f"{run.model.name}: {count_parameters(run.model).total:,} parameters on {machine}, "
             f"{run.fixed_layout.describe()}\n{mesh_table(run.fixed_layout)}\n"
             f"data: {human(data.train.tokens)} training tokens, {human(data.validation.tokens)} validation tokens; "

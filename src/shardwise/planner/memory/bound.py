@@ -59,9 +59,10 @@ def least_used(base: Subject, space: Space, *, loss: str, offload: str) -> Array
     parameters = wide * np.where(zero == 1, whole, shard) * (offload != "parameters")
     states = parameters + 2 * wide * shard * (offload not in ("optimizer", "parameters"))
     several = np.array([number > 1 for _, number in space.sizes])[:, None]
-    replicated = np.array([split.zero < 2 and split.data_ranks * split.cp > 1 for split in splits])
+    alone = layout.tp * layout.pp * layout.ep == 1
+    replicated = np.array([alone and split.zero < 2 and split.data_ranks * split.cp > 1 for split in splits])
     unsharded = (zero < 2)[:, None] | ((pp > 1) & several)
-    gradients = 4 * np.where(unsharded, whole, shard[:, None])
+    gradients = 4 * np.where(unsharded, whole, shard[:, None] * (offload != "parameters"))
     before = gradients * (several | replicated[:, None, None])  # already there when a backward starts
     computed = np.where(zero == 2, width * blocks_whole, 2 * width * smallest)[:, None]
     cast = blocks_whole * np.array([name == "none" for name in space.recomputes])[:, None] + table.whole * heads

@@ -43,7 +43,18 @@ def _candidates(subject: Subject) -> list[int]:
     return sorted({0, layers.index(max(layers)), layout.pp - 1})
 
 
-def _rank_memory(subject: Subject, rank: int) -> Memory:
+def predict_moments(subject: Subject, stage_rank: int) -> list[Memory]:
+    """Every moment of a step that can be the peak of pipeline rank `stage_rank`, the fullest first."""
+    moments = _moments(subject, stage_rank)[0]
+    return [_rank_memory(subject, stage_rank, moment) for moment in sorted(moments, key=_live, reverse=True)]
+
+
+def _live(moment: Event) -> float:
+    return sum(moment[1:])
+
+
+def _moments(subject: Subject, rank: int) -> tuple[list[Event], float, float]:
+    """With the bytes of parameters and optimizer state, which are there at all of them."""
     layout = subject.layout
     family = family_of(subject.stack.name, cpu=generation(subject.cluster.gpu) == "cpu")
     at = _situation(subject, family, rank)
@@ -61,7 +72,14 @@ def _rank_memory(subject: Subject, rank: int) -> Memory:
         optimizer = 0.0
     if layout.offload == "parameters":
         parameters = 0.0
-    event, gradients, gathered, activations, logits, transient = max(moments, key=lambda moment: sum(moment[1:]))
+    return list(moments), parameters, optimizer
+
+
+def _rank_memory(subject: Subject, rank: int, moment: Event | None = None) -> Memory:
+    layout = subject.layout
+    family = family_of(subject.stack.name, cpu=generation(subject.cluster.gpu) == "cpu")
+    moments, parameters, optimizer = _moments(subject, rank)
+    event, gradients, gathered, activations, logits, transient = moment or max(moments, key=_live)
     transient += family.workspace
     live = parameters + optimizer + gradients + gathered + activations + logits + transient
     low, mid, high = family.slack
@@ -128,7 +146,11 @@ def _situation(subject: Subject, family: Family, rank: int) -> Situation:
         width=width,
         casts=width < 4,
         keeps_gathered=layout.zero == 2,
-        replicated=layout.zero < 2 and layout.data_ranks * layout.cp > 1,
+        shares=layout.dp_shard * layout.cp > 1,
+        prefetch=layout.prefetch,
+        replicated=layout.zero < 2 and layout.data_ranks * layout.cp > 1 and layout.tp * layout.pp * layout.ep == 1,
+        shards_on_host=layout.offload == "parameters",
+        offloads_optimizer=layout.offload == "optimizer",
         micro_batches=subject.micro_batches,
         whole_gradients=layout.zero < 2 or (layout.pp > 1 and subject.micro_batches > 1),
         pipelined=layout.pp > 1 and subject.micro_batches > 1,

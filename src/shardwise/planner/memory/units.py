@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from shardwise.planner.memory.weights import Weights
 
+_VISITORS = 32 * 2**20  # elements
 CHUNKS = 8  # pieces into which the chunked loss cuts a micro-batch
 
 
@@ -31,7 +32,11 @@ class Situation:
     width: int  # of the compute type
     casts: bool  # which is narrower than the weights
     keeps_gathered: bool  # zero 2
+    shares: bool  # several ranks share the weights, and gather them
+    prefetch: int  # units that are gathered ahead of the one that computes
     replicated: bool  # DDP
+    shards_on_host: bool  # with their gradients
+    offloads_optimizer: bool
     micro_batches: int  # a step
     whole_gradients: bool  # not sharded from one micro-batch to the next: DDP, ZeRO-1, pipelines
     pipelined: bool  # other micro-batches' activations are there during a backward
@@ -49,6 +54,13 @@ class Situation:
     @property
     def own_head(self) -> bool:
         return self.heads and not self.tied
+
+    @property
+    def visiting(self) -> float:
+        """Optimizer state that is on the device at once: of one bucket of `training/offloaded_optimizer.py`."""
+        tables = self.embeds + self.own_head
+        shards = self.blocks.shard + tables * self.table.shard + self.embeds * self.positions.shard
+        return self.offloads_optimizer * 2 * max(4, self.width) * min(shards, max(_VISITORS, self.table.shard))
 
     @property
     def scaled_gradient(self) -> float:
@@ -70,11 +82,11 @@ Event = tuple[str, float, float, float, float, float]  # name, gradients, gather
 def sharded_events(at: Situation) -> Iterator[Event]:
     """FSDP2. From the second micro-batch on gradients are there from the start; with zero 2 what is gathered stays so
     until the last one."""
-    full = 4 * at.all_shards
+    full = 4 * at.all_shards * (not at.shards_on_host or at.whole_gradients)
     if at.micro_batches > 1 and at.keeps_gathered:
         yield from _pass(at, full if at.micro_batches > 2 else 0.0, stays=True)
     yield from _pass(at, full if at.micro_batches > 1 else 0.0, stays=False)
-    yield "update", full, 0.0, 0.0, 0.0, 0.0
+    yield "update", full, 0.0, 0.0, 0.0, at.visiting
 
 
 def _pass(at: Situation, held: float, *, stays: bool) -> Iterator[Event]:
@@ -87,14 +99,16 @@ def _pass(at: Situation, held: float, *, stays: bool) -> Iterator[Event]:
     head, head_gradient = width * table * at.own_head, width * table * at.heads
     if at.heads:
         logits = at.loss * at.logits
-        beside = 0.0
+        # The backward begins with the gather of the last blocks.
+        ahead = one * at.prefetch * at.shares * (not at.keeps_gathered)
+        beside = ahead
         if at.chunked:
             logits, beside = logits / CHUNKS, 4 * table
         kept, gathered = at.kept_at_head + 2 * at.stream + at.head_input, root + head + zero2
         yield "loss", held, gathered + beside, kept, logits, (at.head_input or at.stream) * at.chunked
         logits = 0.0 if at.chunked else width * at.logits
         beside = at.scaled_gradient if at.chunked else head_gradient
-        yield "head backward", held, gathered + beside, kept, logits, at.head_input or at.stream
+        yield "head backward", held, gathered + ahead + beside, kept, logits, at.head_input or at.stream
         if at.own_head:
             gathered = root + (zero2 or one) + head * stays + (width + 4) * table
             yield "head reduction", held + 4 * at.table.shard, gathered, kept - at.stream, 0.0, at.stream
@@ -126,7 +140,8 @@ def replicated_events(at: Situation) -> Iterator[Event]:
     table = at.table.whole
     casts = at.width * (at.casting + table * at.heads) * at.casts
     full = 4 * at.all_shards
-    held = full if at.micro_batches > 1 or at.replicated else 0.0
+    # DDP's buckets are there for good; while it does not reduce, gradients are beside them.
+    held = full * ((at.micro_batches > 1) + at.replicated)
     cast_gradient = at.width * table * at.casts
     if at.heads:
         logits = at.loss * at.logits
@@ -148,4 +163,4 @@ def replicated_events(at: Situation) -> Iterator[Event]:
     yield "first block backward", end, tied_gradient + one, left * at.pipelined + alive, 0.0, at.working
     if at.embeds:
         yield "embedding backward", end, 4 * table * (3 if at.tied else 1), 0.0, 0.0, 0.0
-    yield "update", full, 0.0, 0.0, 0.0, 0.0
+    yield "update", full, 0.0, 0.0, 0.0, at.visiting

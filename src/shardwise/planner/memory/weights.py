@@ -53,7 +53,8 @@ def block_weights(model: Model, tp: int, ep: int, ranks: int, *, moe: bool, even
         total += matrix(hidden, model.heads * latent.value_dim / tp)
         total += matrix(latent.query_rank + latent.kv_rank, 1)
     else:
-        rows = (model.heads + 2 * model.kv_heads) * model.head_dim / tp
+        # Ranks that share a KV head hold all rows, and compute some of them.
+        rows = (model.heads + 2 * model.kv_heads) * model.head_dim / (tp if model.kv_heads % tp == 0 else 1)
         total += matrix(rows, hidden) + matrix(hidden, model.heads * model.head_dim / tp)
         total += matrix(rows, model.qkv_bias) + matrix(hidden, model.out_bias)
         total += matrix(model.head_dim, 1) * (2 * model.qk_norm)
