@@ -69,10 +69,7 @@ def test_killed_then_continued_is_identical(straight, tmp_path):
     """SIGKILL of everything at step 6: the lines after the checkpoint of step 4 are dropped and made again."""
     out = tmp_path / "run"
     run = write_run(tmp_path, checkpoint={"every": 4, "keep": 10, "asynchronous": False})
-    code, output = launch_patched(
-        "step == 6 and os.kill(os.getpid(), signal.SIGKILL)", 2, "train", run, "--out", out, "--layout.dp_shard", "2",
-        "--layout.micro_batch", "4",
-    )  # fmt: skip
+    code, output = launch_patched("step == 6 and os.kill(os.getpid(), signal.SIGKILL)", 2, "train", run, "--out", out)
     assert code == 3
     assert "killed by SIGKILL" in output
     code, output = shardwise("train", run, "--nproc", "2", "--out", out)
@@ -121,7 +118,7 @@ def test_a_failing_rank_names_itself_and_the_others_end(tmp_path):
         "train", run, "--out", out, "--layout.dp_shard", "2", "--layout.micro_batch", "4",
     )  # fmt: skip
     assert code == 3
-    assert output.count("rank 1 (dp_replicate 0, dp_shard 1) failed: RuntimeError: the card fell out") == 1
+    assert output.count("rank 1 (dp_shard 1) failed: RuntimeError: the card fell out") == 1
     assert "rank 0 (" not in output
     assert checkpoints(out)[0] == "step-00000004"
     assert len(metrics(out)) == 5
