@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from shardwise.parallel.gradients import local
 from shardwise.spec import Run, load_run
 from shardwise.spec.legality import illegal
 from shardwise.training.parity import Trained, differences, train_few_steps
@@ -100,6 +101,14 @@ PIPELINE: dict[str, dict[str, Any]] = {
     "PP×2 × FSDP×2 × TP×2": {"pp": 2, "dp_shard": 2, "tp": 2},
 }
 LAYOUTS = DATA | TENSOR | CONTEXT | EXPERT | PIPELINE
+# Variations of others, which need not be tried with every model and in every way.
+VARIATIONS = {
+    "DDP×4", "small buckets", "FSDP×4, zero 2", "prefetch 0", "prefetch 2", "HSDP 2×2, zero 2", "ZeRO-1, 2×2",
+    "TP×2, chunked loss", "CP×4, ring", "CP×2, chunked loss", "ZeRO-1×2 × CP×2", "CP×2 × TP×2, Ulysses",
+    "EP×2, ZeRO-1×4", "EP×2 × FSDP×2, zero 2", "PP×4, interleaved", "PP×4, interleaved-zb", "PP×4, zbv",
+    "PP×4, dualpipev", "PP×2, chunked loss", "PP×2 × ZeRO-1×2", "PP×2 × FSDP×2, interleaved", "PP×2 × FSDP×2, zbv",
+    "PP×2 × TP×2, zbv",
+}  # fmt: skip
 
 # Sizes that shards of 4 ranks do not divide; for tp 4 the llama has fewer KV heads than ranks.
 MODELS: dict[str, dict[str, Any]] = {
@@ -167,6 +176,19 @@ def reference(ranks, model: str, precision: str, layers: int = 4) -> Trained:
 
 def compare(run: Run, expected: Trained) -> dict[str, float]:
     return differences(train(run), expected)
+
+
+def numbers(run: Run, expected: Trained) -> dict[str, Any]:
+    """What else a rank found, to look at."""
+    result = train(run)
+    moved = max(float((local(result.final[name]) - local(old)).abs().sum()) for name, old in result.initial.items())
+    return {
+        "initial weights": differences(result, expected)["initial weights"],
+        "losses": result.losses,
+        "norms": result.norms,
+        "scales": result.scales,
+        "moved": moved,
+    }
 
 
 def failures(found: list[dict[str, float]], precision: str) -> list[str]:

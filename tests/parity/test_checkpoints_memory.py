@@ -28,8 +28,8 @@ LAYOUTS = {
     "optimizer offloaded, ZeRO-1×2": {"dp_shard": 2, "zero": 1, "offload": "optimizer"},
     "parameters offloaded, FSDP×2": {"dp_shard": 2, "offload": "parameters"},
 }
-WAYS = [(saver, loader) for saver in LAYOUTS for loader in ("alone", "FSDP×2") if saver != loader]
-WAYS += [(saver, loader) for saver in ("alone", "FSDP×2") for loader in LAYOUTS if saver != loader]
+WAYS = [(saver, "FSDP×2") for saver in LAYOUTS if saver != "FSDP×2"]
+WAYS += [("alone", loader) for loader in LAYOUTS if loader not in ("alone", "FSDP×2")]
 
 
 def start(layout: str, seed: int):

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.data import Order
 from shardwise.parallel.apply import build_parallel
+from shardwise.parallel.gradients import local
 from shardwise.parallel.materialize import own_part
 from shardwise.parallel.mesh import Mesh, build_mesh
 from shardwise.parallel.module import MicroBatch, ParallelModule
@@ -27,7 +28,8 @@ from shardwise.training.loop import Trainer
 
 @dataclass(frozen=True)
 class Trained:
-    """What a few steps left behind, the same on every rank. Weights and buffers are whole, by name."""
+    """What a few steps left behind on one rank. `initial` and `final` are the weights and buffers that it holds, by
+    name: whole ones, or its parts (DTensors). All else is the same on every rank."""
 
     initial: dict[str, Tensor]
     tokens: tuple[str, ...]  # a hash of each step's batch, in the order of the batch
@@ -36,7 +38,7 @@ class Trained:
     scales: tuple[float | None, ...]
     validation: float  # loss of the first batch after the last step, without gradients
     final: dict[str, Tensor]
-    apart: float = 0.0  # the largest difference between two ranks' copies of the same weight, before or after the steps
+    names: tuple[str, ...]  # of all ranks' weights and buffers
 
 
 class RandomTokens:
@@ -74,7 +76,7 @@ def train_few_steps(run: Run, device: torch.device, load: Callable[[str], Tensor
     module = build_parallel(run, mesh, device)
     if load is not None:
         _fill(module, load)
-    initial, apart_before = _gathered(module)
+    initial = _snapshot(module)
     stream = RandomTokens(run)
     order = Order(stream.tokens, run.recipe.sequence, run.recipe.batch_sequences, run.recipe.seed)
     trainer = Trainer(run, module, wants_stop=lambda: False)
@@ -87,7 +89,6 @@ def train_few_steps(run: Run, device: torch.device, load: Callable[[str], Tensor
     loss = torch.stack(trainer.losses(first)).sum().double()
     module.train(True)
     dist.all_reduce(loss)
-    final, apart_after = _gathered(module)
     return Trained(
         initial,
         tuple(_in_order(mesh, seen)),
@@ -95,36 +96,33 @@ def train_few_steps(run: Run, device: torch.device, load: Callable[[str], Tensor
         tuple(step.grad_norm for step in steps),
         tuple(step.loss_scale for step in steps),
         float(loss) / order.targets(0),
-        final,
-        max(apart_before, apart_after),
+        _snapshot(module),
+        _names(initial),
     )
 
 
+@torch.no_grad()
 def whole_tensors(module: ParallelModule) -> dict[str, Tensor]:
     """The whole weights and buffers, by name, on every rank."""
-    return _gathered(module)[0]
+    own = {name: _whole(tensor, module.device).detach().cpu().clone() for name, tensor in _tensors(module)}
+    parts: list[dict[str, Tensor]] = [{}] * dist.get_world_size()
+    dist.all_gather_object(parts, own)
+    return {name: tensor for part in parts for name, tensor in part.items()}
+
+
+def _tensors(module: ParallelModule) -> list[tuple[str, Tensor]]:
+    return [*module.named_buffers(), *module.named_parameters()]
 
 
 @torch.no_grad()
-def _gathered(module: ParallelModule) -> tuple[dict[str, Tensor], float]:
-    """`whole_tensors`, those of the first rank that has each; and how far apart the ranks' copies are."""
-    tensors = [*module.named_buffers(), *module.named_parameters()]
-    own = {name: _whole(tensor, module.device).detach().cpu().clone() for name, tensor in tensors}
-    forms: list[dict[str, tuple[torch.Size, torch.dtype]]] = [{}] * dist.get_world_size()
-    dist.all_gather_object(forms, {name: (tensor.shape, tensor.dtype) for name, tensor in own.items()})
-    whole: dict[str, Tensor] = {}
-    apart = torch.zeros((), dtype=torch.float64, device=module.device)
-    for name, (shape, dtype) in {name: form for part in forms for name, form in part.items()}.items():
-        source = next(rank for rank, part in enumerate(forms) if name in part)
-        mine = own.pop(name, None)
-        tensor = torch.empty(shape, dtype=dtype) if mine is None or dist.get_rank() != source else mine
-        tensor = tensor.to(module.device)
-        dist.broadcast(tensor, source)
-        whole[name] = tensor.cpu()
-        if mine is not None and mine.numel():
-            apart = torch.maximum(apart, (mine.double() - whole[name].double()).abs().max().to(module.device))
-    dist.all_reduce(apart, dist.ReduceOp.MAX)
-    return whole, _finite(float(apart))
+def _snapshot(module: ParallelModule) -> dict[str, Tensor]:
+    return {name: tensor.detach().clone() for name, tensor in _tensors(module)}
+
+
+def _names(own: dict[str, Tensor]) -> tuple[str, ...]:
+    parts: list[list[str]] = [[]] * dist.get_world_size()
+    dist.all_gather_object(parts, list(own))
+    return tuple(sorted({name for part in parts for name in part}))
 
 
 def _whole(tensor: Tensor, device: torch.device) -> Tensor:
@@ -150,25 +148,33 @@ def _in_order(mesh: Mesh, seen: list[bytes]) -> Iterator[str]:
         yield hashlib.sha256(b"".join(ranks[rank][step] for rank in sorted(ranks))).hexdigest()
 
 
+@torch.no_grad()
 def differences(trained: Trained, reference: Trained) -> dict[str, float]:
-    """The largest absolute difference by quantity: `initial weights`, `tokens`, `loss`, `gradient norm`, `weights`,
-    `validation loss`, and `copies` (those of a weight on several ranks, of each other). Infinite where there is
-    something on one side only, or the tokens are not the same."""
+    """The largest absolute difference between what this rank has and one process: `initial weights`, `tokens`, `loss`,
+    `gradient norm`, `weights`, `validation loss`. Infinite where there is something on one side only, or the tokens are
+    not the same. Every rank compares its own copies and parts, so all are compared once each rank has done it."""
     return {
-        "initial weights": _apart(trained.initial, reference.initial),
+        "initial weights": _apart(trained.initial, trained.names, reference.initial),
         "tokens": 0.0 if trained.tokens == reference.tokens else float("inf"),
         "loss": _distance(trained.losses, reference.losses),
         "gradient norm": _distance(trained.norms, reference.norms),
-        "weights": _apart(trained.final, reference.final),
+        "weights": _apart(trained.final, trained.names, reference.final),
         "validation loss": _distance((trained.validation,), (reference.validation,)),
-        "copies": trained.apart,
     }
 
 
-def _apart(left: dict[str, Tensor], right: dict[str, Tensor]) -> float:
-    if left.keys() != right.keys() or any(left[name].shape != right[name].shape for name in left):
+def _apart(own: dict[str, Tensor], names: tuple[str, ...], whole: dict[str, Tensor]) -> float:
+    if set(names) != whole.keys() or any(tensor.shape != whole[name].shape for name, tensor in own.items()):
         return float("inf")
-    return max(_finite(float((left[name].double() - right[name].double()).abs().max())) for name in left)
+    largest = 0.0
+    for name, tensor in own.items():
+        part = own_part(whole[name], tensor) if isinstance(tensor, DTensor) else whole[name]
+        held = local(tensor).to(part.device)
+        if held.shape != part.shape:
+            return float("inf")
+        if held.numel():
+            largest = max(largest, _finite(float((held.double() - part.double()).abs().max())))
+    return largest
 
 
 def _distance(left: tuple[float | None, ...], right: tuple[float | None, ...]) -> float:
