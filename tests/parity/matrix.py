@@ -1,5 +1,6 @@
 """The matrix: layouts, models, and what it means that two trained the same."""
 
+import os
 from functools import cache
 from typing import Any
 
@@ -107,7 +108,8 @@ VARIATIONS = {
     "TP×2, chunked loss", "CP×4, ring", "CP×2, chunked loss", "ZeRO-1×2 × CP×2", "CP×2 × TP×2, Ulysses",
     "EP×2, ZeRO-1×4", "EP×2 × FSDP×2, zero 2", "PP×4, interleaved", "PP×4, interleaved-zb", "PP×4, zbv",
     "PP×4, dualpipev", "PP×2, chunked loss", "PP×2 × ZeRO-1×2", "PP×2 × FSDP×2, interleaved", "PP×2 × FSDP×2, zbv",
-    "PP×2 × TP×2, zbv",
+    "PP×2 × TP×2, zbv", "one process, FSDP", "FSDP×2, zero 2", "ZeRO-1×4", "DDP×2 × TP×2", "CP×4, all-gather",
+    "FSDP×2 × CP×2, zero 2", "PP×2, gpipe",
 }  # fmt: skip
 
 # Sizes that shards of 4 ranks do not divide; for tp 4 the llama has fewer KV heads than ranks.
@@ -125,6 +127,10 @@ MODELS: dict[str, dict[str, Any]] = {
                              "router": "sigmoid", "router_bias": True, "groups": 4, "top_groups": 2, "scale": 1.5}},
 }  # fmt: skip
 BALANCE = {"qwen-moe": {"auxiliary": 0.1}, "deepseek": {"auxiliary": 0.1, "bias_rate": 0.01}}
+
+
+# With SHARDWISE_PARITY=all nothing is left out; else what differs little is taken in turns, to be done in minutes.
+ALL = os.environ.get("SHARDWISE_PARITY") == "all"
 
 
 def make_run(model: str, layout: dict[str, Any], precision: str, micro_batch: int = 1, layers: int = 4) -> Run:

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from matrix import SEQUENCE, SEQUENCES, make_run
+from matrix import ALL, SEQUENCE, SEQUENCES, make_run
 
 from shardwise.checkpoints.restore import restore
 from shardwise.checkpoints.save import Checkpointer
@@ -80,6 +80,9 @@ def world(layout: dict) -> int:
 def test_each_into_each_other(ranks, tmp_path, saver):
     expected = ranks(world(LAYOUTS[saver])).run(save_after_one, tmp_path, LAYOUTS[saver])[0]
     assert len(expected) == 2
-    for loader, layout in LAYOUTS.items():
+    first = list(LAYOUTS).index(saver)
+    for number, (loader, layout) in enumerate(LAYOUTS.items()):
+        if not ALL and (number - first) % 2:  # every second one after itself
+            continue
         for losses in ranks(world(layout)).run(continue_from, tmp_path, layout):
             assert losses == pytest.approx(expected, abs=1e-5), loader

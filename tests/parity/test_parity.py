@@ -11,6 +11,7 @@ from unittest import mock
 import pytest
 from layouts_page import page
 from matrix import (
+    ALL,
     EXPERT,
     LAYOUTS,
     STEPS,
@@ -60,7 +61,12 @@ def test_the_matrix_is_large():
     assert all(models_of(layout) for layout in VARIATIONS)
 
 
-@pytest.mark.parametrize(("layout", "model"), CASES)
+# A dense model and one with experts in turn; accumulated, below, both.
+TURNS = [(layout, models_of(layout)[number % len(models_of(layout))]) for number, layout in enumerate(MAIN)]
+FEW = CASES if ALL else [pytest.param(layout, model, id=f"{layout}-{model}") for layout, model in TURNS]
+
+
+@pytest.mark.parametrize(("layout", "model"), FEW)
 def test_few_micro_batches(ranks, layout, model):
     check(ranks, LAYOUTS[layout], model, "fp64", largest_micro_batch(LAYOUTS[layout]))
 
@@ -70,12 +76,12 @@ def test_accumulated_and_recomputed(ranks, layout, model):
     check(ranks, LAYOUTS[layout] | {"recompute": "full"}, model, "fp64", 1)
 
 
-@pytest.mark.parametrize("layout", [layout for layout in LAYOUTS if layout in VARIATIONS])
+@pytest.mark.parametrize("layout", [layout for layout in LAYOUTS if layout in VARIATIONS][:: 1 if ALL else 2])
 def test_variations(ranks, layout):
     check(ranks, LAYOUTS[layout], models_of(layout)[0], "fp64", 1)
 
 
-@pytest.mark.parametrize("layout", MAIN[::2])
+@pytest.mark.parametrize("layout", MAIN[:: 1 if ALL else 6])
 def test_fp32(ranks, layout):
     """With tied embeddings where that may be."""
     models = [model for model in ("gpt", "llama", "qwen-moe") if not refusals(model, LAYOUTS[layout])]
