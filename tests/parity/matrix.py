@@ -10,10 +10,10 @@ from shardwise.parallel.gradients import local
 from shardwise.spec import Run, load_run
 from shardwise.spec.legality import illegal
 from shardwise.training.parity import Trained, differences, train_few_steps
+from shardwise.verbs.verify import EXACT
 
 STEPS, SEQUENCES, SEQUENCE = 3, 8, 16
 TOLERANCE = {"fp32": 1e-6, "fp64": 1e-12}
-EXACT = ("initial weights", "tokens")  # whatever the precision
 
 DATA: dict[str, dict[str, Any]] = {
     "one process, FSDP": {"zero": 3},

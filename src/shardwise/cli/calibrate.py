@@ -25,8 +25,9 @@ def calibrate(
     from shardwise.cli.output import write_whole
     from shardwise.report.calibration_text import summary
     from shardwise.spec import InputError
-    from shardwise.verbs.calibrate import Unfinished, cluster_yaml
     from shardwise.verbs.calibrate import calibrate as make_calibration
+    from shardwise.verbs.calibrate import cluster_yaml
+    from shardwise.verbs.unfinished import Unfinished
 
     if out is not None and not out.absolute().parent.is_dir():  # said before two minutes are spent
         raise InputError(f"-o {out}: {out.absolute().parent} is no directory")

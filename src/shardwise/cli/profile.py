@@ -56,8 +56,8 @@ def profile(
 
         answer = profile_traces(traces, run)
     else:
-        from shardwise.verbs.profile import Unfinished
         from shardwise.verbs.profile import profile as make_profile
+        from shardwise.verbs.unfinished import Unfinished
 
         def say(line: str) -> None:
             print(line, file=sys.stderr if as_json else sys.stdout, flush=True)

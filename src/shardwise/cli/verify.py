@@ -27,7 +27,7 @@ def verify(
 
     Exit code 1 where it does not."""
     from shardwise.spec import load_run
-    from shardwise.verbs.verify import Unfinished
+    from shardwise.verbs.unfinished import Unfinished
     from shardwise.verbs.verify import verify as make_verification
 
     def say(line: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import signal
 import sys
 import threading
 import time
@@ -59,6 +60,17 @@ def watch_launcher() -> None:
         end(3)
 
     threading.Thread(target=watch, name="launcher-watch", daemon=True).start()
+
+
+def end_when_stopped() -> None:
+    """For ranks with nothing to save and no step to wait for: end with 4 at the first SIGTERM, whatever the main thread
+    does. run_worker holds the signal, in this thread too."""
+
+    def wait() -> None:
+        signal.sigwait([signal.SIGTERM])
+        end(4)
+
+    threading.Thread(target=wait, daemon=True).start()
 
 
 def tell(text: str) -> None:

@@ -37,7 +37,7 @@ def _build_stage(run: Run, mesh: Mesh, layers: range, cut: SequenceCut, device: 
         decoder = Decoder(run.model, compute_dtype(precision), layers).to(parameter_dtype(precision))
     if layout.ep > 1:
         spread_experts(decoder, mesh)
-    balance_whole_sequences(decoder, mesh, run.recipe.sequence)
+    balance_whole_sequences(decoder, mesh, run.recipe.sequence, device)
     if layout.tp > 1:
         split_tensors(decoder, mesh)
     if layout.cp > 1:

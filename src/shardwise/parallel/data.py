@@ -112,7 +112,6 @@ def _sum_bucket(
     (group, dtype), whole = state, bucket.buffer()
     narrow = whole.to(dtype)
     work = dist.all_reduce(narrow, op=dist.ReduceOp.SUM, group=group, async_op=True)
-
     return work.get_future().then(lambda _: whole if narrow is whole else whole.copy_(narrow))
 
 

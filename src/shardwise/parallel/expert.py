@@ -20,8 +20,8 @@ from shardwise.model.decoder import Decoder
 from shardwise.model.experts import MoE
 from shardwise.model.router import Router
 from shardwise.parallel.collectives import gathered
-from shardwise.parallel.context import own_positions
 from shardwise.parallel.mesh import Mesh
+from shardwise.parallel.pieces import own_positions
 from shardwise.parallel.place import place
 
 
@@ -72,14 +72,15 @@ class AllToAll:
         return all_to_all_single_autograd(unsorted, route.sent, route.received, self._group)
 
 
-def balance_whole_sequences(decoder: Decoder, mesh: Mesh, length: int) -> None:
+def balance_whole_sequences(decoder: Decoder, mesh: Mesh, length: int, device: torch.device) -> None:
     """Let routers balance and drop by whole sequences where these are spread over cp and tp ranks."""
     group, layout = mesh.sequence, mesh.layout
-    if group is None:
+    routers = [module for module in decoder.modules() if isinstance(module, Router)]
+    if group is None or not routers:
         return
     parts = layout.cp * layout.tp
     positions = torch.cat([own_positions(length, layout.cp, rank) for rank in range(layout.cp)])  # as they are gathered
-    natural, own = positions.argsort(), positions.chunk(parts)[dist.get_rank(group)]
+    natural, own = positions.argsort().to(device), positions.chunk(parts)[dist.get_rank(group)].to(device)
 
     def sum_over_sequence(counts: Tensor) -> Tensor:
         counts = counts.clone()
@@ -87,11 +88,10 @@ def balance_whole_sequences(decoder: Decoder, mesh: Mesh, length: int) -> None:
         return counts
 
     def whole_sequence(indices: Tensor) -> Tensor:
-        return gathered(indices, 1, group)[:, natural.to(indices.device)]
+        return gathered(indices, 1, group)[:, natural]
 
-    for module in decoder.modules():
-        if isinstance(module, Router):
-            module.sequence_parts = parts
-            module.sum_over_sequence = sum_over_sequence
-            module.whole_sequence = whole_sequence
-            module.own_part = lambda keep: keep[:, own.to(keep.device)]
+    for router in routers:
+        router.sequence_parts = parts
+        router.sum_over_sequence = sum_over_sequence
+        router.whole_sequence = whole_sequence
+        router.own_part = lambda keep: keep[:, own]

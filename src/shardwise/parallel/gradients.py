@@ -5,13 +5,14 @@ Nothing is divided here. Each gradient is the *sum* over all tokens of the batch
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate
+
+from shardwise.parallel.buckets import in_buckets
 
 _BUCKET = 64 * 2**20  # elements that are reduced together
 
@@ -29,11 +30,15 @@ def sum_partial(parameters: Iterable[nn.Parameter]) -> None:
 @torch.no_grad()
 def all_reduce_gradients(parameters: Iterable[nn.Parameter], group: dist.ProcessGroup, dtype: torch.dtype) -> None:
     """Sum gradients over replicas, in buckets, in `dtype`. A parameter without a gradient counts as zero."""
-    for bucket in _buckets([local(_gradient(parameter)) for parameter in parameters]):
-        flat = torch.cat([tensor.flatten() for tensor in bucket]).to(dtype)
-        dist.all_reduce(flat, group=group)
-        parts = flat.split([tensor.numel() for tensor in bucket])
-        torch._foreach_copy_(bucket, [part.view_as(tensor) for part, tensor in zip(parts, bucket, strict=True)])
+    alike: dict[torch.dtype, list[Tensor]] = {}
+    for parameter in parameters:
+        alike.setdefault(parameter.dtype, []).append(local(_gradient(parameter)))
+    for gradients in alike.values():
+        for bucket in in_buckets(gradients, Tensor.numel, _BUCKET):
+            flat = torch.cat([tensor.flatten() for tensor in bucket]).to(dtype)
+            dist.all_reduce(flat, group=group)
+            parts = flat.split([tensor.numel() for tensor in bucket])
+            torch._foreach_copy_(bucket, [part.view_as(tensor) for part, tensor in zip(parts, bucket, strict=True)])
 
 
 @torch.no_grad()
@@ -54,18 +59,6 @@ def _gradient(parameter: nn.Parameter) -> Tensor:
     if parameter.grad is None:
         parameter.grad = torch.zeros_like(parameter)
     return parameter.grad
-
-
-def _buckets(tensors: list[Tensor]) -> list[list[Tensor]]:
-    buckets: list[list[Tensor]] = []
-    size = math.inf
-    for tensor in tensors:
-        if size + tensor.numel() > _BUCKET or tensor.dtype != buckets[-1][0].dtype:
-            buckets.append([])
-            size = 0
-        buckets[-1].append(tensor)
-        size += tensor.numel()
-    return buckets
 
 
 def copies(gradient: Tensor, ranks: int) -> int:

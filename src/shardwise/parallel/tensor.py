@@ -98,9 +98,8 @@ def _split_queries(attention: Attention, groups: int, tp: DeviceMesh) -> None:
     assert tp.size() % groups == 0 and rest == 0, "spec/legality.py refuses this"
     group, part = divmod(tp.get_local_rank(), ranks_per_group)
     first, d = group * (attention.queries_per_group + 2), attention.head_dim
-    heads = [*range(first + part * own, first + (part + 1) * own), first + attention.queries_per_group,
-             first + attention.queries_per_group + 1]  # fmt: skip
-    rows = [row for head in heads for row in range(head * d, (head + 1) * d)]
+    queries, shared = first + part * own, first + attention.queries_per_group
+    rows = slice(queries * d, (queries + own) * d), slice(shared * d, (shared + 2) * d)
     become(attention.qkv, _SelectedRows, rows=rows)
     attention.queries_per_group = own
 
@@ -142,11 +141,16 @@ class _SplitMoE(MoE):
 
 
 class _SelectedRows(Linear):
-    rows: list[int]
+    """All rows are held, those of some slices computed."""
+
+    rows: tuple[slice, ...]
 
     def forward(self, x: Tensor) -> Tensor:
-        rows = torch.tensor(self.rows, device=x.device)
-        return F.linear(x, cast(self.weight, x)[rows], None if self.bias is None else cast(self.bias, x)[rows])
+        return F.linear(x, self._own(self.weight, x), None if self.bias is None else self._own(self.bias, x))
+
+    def _own(self, weight: Tensor, x: Tensor) -> Tensor:
+        whole = cast(weight, x)
+        return torch.cat([whole[rows] for rows in self.rows])
 
 
 class _VocabularyEmbedding(nn.Embedding):

@@ -6,14 +6,13 @@ import datetime
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from shardwise.planner.memory import VERDICTS
 from shardwise.planner.neighbours import spread
 from shardwise.planner.search import Found
 from shardwise.planner.single import judge
 from shardwise.planner.step import StepModel
 from shardwise.spec import Cluster, Gpu, InputError, Layout, Model, Recipe
 from shardwise.spec.price import Price
-
-_VERDICTS = ("fits", "unknown", "tight", "oom")
 
 
 @dataclass(frozen=True)
@@ -73,13 +72,13 @@ class Case:
         return 1 - self.found.tokens_per_second / other.tokens_per_second
 
     def _judged(self, cases: Iterable[tuple[Model, Layout, Cluster, StepModel | None]]) -> list[Found]:
-        worst = min(_VERDICTS.index(self.found.verdict), _VERDICTS.index("tight"))
+        worst = min(VERDICTS.index(self.found.verdict), VERDICTS.index("tight"))
         result = []
         for model, layout, cluster, steps in cases:
             try:
                 other = judge(model, layout, cluster, self.recipe, self.found.subject.stack, steps=steps)
             except InputError:  # it may not run, or its chip's figures are not known
                 continue
-            if _VERDICTS.index(other.verdict) <= worst:
+            if VERDICTS.index(other.verdict) <= worst:
                 result.append(other)
         return result

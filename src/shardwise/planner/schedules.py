@@ -14,6 +14,8 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
+from shardwise.spec.combinations import FOLDED
+
 Program = Iterator[tuple[int, str]]
 
 
@@ -27,7 +29,7 @@ class Action(NamedTuple):
 
 def stages_of(schedule: str, pipeline: int, virtual: int, rank: int) -> list[int]:
     """The stages that a rank holds, first to last: in a loop, or folded into a V (zbv, dualpipev)."""
-    if schedule in ("zbv", "dualpipev"):
+    if schedule in FOLDED:
         return [rank, 2 * pipeline - 1 - rank]
     return [chunk * pipeline + rank for chunk in range(virtual)]
 

@@ -88,7 +88,8 @@ def forward_and_update(trainer: Trainer, device: torch.device, tracker: Tracker 
     micro_batches = run.recipe.batch_sequences // (layout.data_ranks * layout.micro_batch)
     shape = (micro_batches, layout.micro_batch, run.recipe.sequence)
     enter(tracker, "input")
-    ids, labels = (torch.zeros(shape, dtype=torch.long, device=device) for _ in range(2))
+    # Random, since equal ids make the embedding and a router unlike themselves.
+    ids, labels = (torch.randint(run.model.vocabulary, shape, device=device) for _ in range(2))
     batch = list(zip(ids, labels, strict=True))
     enter(tracker, "pass")
     trainer._forward_backward(batch, 1)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from shardwise.parallel.buckets import in_buckets
 from shardwise.parallel.compat import with_local
 from shardwise.parallel.gradients import local
 
@@ -26,7 +26,7 @@ class OffloadedOptimizer:
     def step(self) -> None:
         try:
             for group in self.param_groups:
-                for bucket in _buckets(group["params"]):
+                for bucket in in_buckets(group["params"], lambda parameter: local(parameter).numel(), BUCKET):
                     self._update(group, bucket)
         finally:
             self._optimizer.param_groups = self.param_groups
@@ -56,17 +56,3 @@ def _moved(value: Any, device: torch.device) -> Any:
     own = local(value)
     moved = torch.empty_like(own, device=device, pin_memory=own.is_cuda).copy_(own, non_blocking=True)
     return with_local(value, moved) if isinstance(value, DTensor) else moved
-
-
-def _buckets(parameters: list[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
-    bucket: list[nn.Parameter] = []
-    size = 0
-    for parameter in parameters:
-        elements = local(parameter).numel()
-        if bucket and size + elements > BUCKET:
-            yield bucket
-            bucket, size = [], 0
-        bucket.append(parameter)
-        size += elements
-    if bucket:
-        yield bucket

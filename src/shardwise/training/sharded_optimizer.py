@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from shardwise.parallel.buckets import in_buckets
 from shardwise.parallel.gradients import local
 from shardwise.parallel.module import ParallelModule
 from shardwise.parallel.place import is_expert
@@ -119,16 +120,7 @@ def _buckets(parts: Iterable[Part]) -> Iterator[list[Part]]:
         if part.dim is not None:
             alike.setdefault((part.group, part.whole.dtype), []).append(part)
     for those in alike.values():
-        bucket: list[Part] = []
-        size = 0
-        for part in those:
-            elements = local(part.whole).numel()
-            if bucket and size + elements > BUCKET:
-                yield bucket
-                bucket, size = [], 0
-            bucket.append(part)
-            size += elements
-        yield bucket
+        yield from in_buckets(those, lambda part: local(part.whole).numel(), BUCKET)
 
 
 def _gather(bucket: list[Part]) -> None:

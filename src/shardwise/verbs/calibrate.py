@@ -12,16 +12,9 @@ import yaml
 
 from shardwise.launching.local import launch
 from shardwise.spec import Cluster, InputError
+from shardwise.verbs.unfinished import Unfinished
 
 WORKER = (sys.executable, "-m", "shardwise.verbs.calibrate_rank")
-
-
-class Unfinished(Exception):
-    """The ranks ended without a result, and have said why. `code` is the exit code: 2, 3 or 4."""
-
-    def __init__(self, code: int):
-        super().__init__(f"calibrate ended with exit code {code}")
-        self.code = code
 
 
 def calibrate(*, nproc: int = 1, quick: bool = False, say: Callable[[str], None] = print) -> Cluster:
@@ -40,7 +33,7 @@ def calibrate(*, nproc: int = 1, quick: bool = False, say: Callable[[str], None]
         words = [*WORKER, str(file), command, *(["--quick"] if quick else [])]
         code = launch(words, nproc, say=say, how_to_continue="stopped before there was a result")
         if code:
-            raise Unfinished(code)
+            raise Unfinished("calibrate", code)
         return Cluster.load(json.loads(file.read_text()), "cluster")
 
 

@@ -4,12 +4,10 @@ that it can be stopped from its first line on."""
 from __future__ import annotations
 
 import sys
-import threading
 from pathlib import Path
 
 from shardwise.launching import FailureWatch, run_worker
-from shardwise.launching.worker import tell
-from shardwise.verbs.verify_rank import _end_when_stopped
+from shardwise.launching.worker import end_when_stopped, tell
 
 _TIMEOUT_SECONDS = 300
 
@@ -22,7 +20,7 @@ def main() -> int:
 
 def calibrate_rank(file: Path, command: str, *, quick: bool) -> int:
     """The rank that the environment names; 0, or the process ends through FailureWatch."""
-    threading.Thread(target=_end_when_stopped, daemon=True).start()
+    end_when_stopped()
     import torch
     import torch.distributed as dist
 

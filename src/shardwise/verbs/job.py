@@ -56,43 +56,44 @@ def require_same_run(job: Job, entry: Entry) -> None:
     if checkpoint.step == 0:
         _require_same_model(job, saved.model)
         return
-    changes = [
+    found = [
         f"{path} was {before!r} and is now {after!r}"
         for noun in ("model", "recipe")
-        for path, before, after in _differences(getattr(saved, noun).dump(), getattr(wanted, noun).dump(), noun)
+        for path, before, after in changes(getattr(saved, noun).dump(), getattr(wanted, noun).dump(), noun)
         if path not in {"model.name", *(f"recipe.{field}" for field in _LENGTH)}
     ]
     if wanted.recipe.total_steps < saved.recipe.total_steps:
-        changes.append(f"it had {saved.recipe.total_steps} steps and now has {wanted.recipe.total_steps}")
+        found.append(f"it had {saved.recipe.total_steps} steps and now has {wanted.recipe.total_steps}")
     if checkpoint.data != job.data.fingerprint:
-        changes.append(f"recipe.data {wanted.recipe.data!r} holds other tokens than before")
-    if changes:
+        found.append(f"recipe.data {wanted.recipe.data!r} holds other tokens than before")
+    if found:
         raise InputError(
             f"{job.out} holds a run that reached step {checkpoint.step}, and it can only be continued with the same "
             f"model, recipe and data (a longer run and another layout are fine):\n  "
-            + "\n  ".join(changes)
+            + "\n  ".join(found)
             + "\nUse another --out for a new run."
         )
 
 
 def _require_same_model(job: Job, saved: Model) -> None:
-    changes = [
+    found = [
         f"{path} is {before!r} there and {after!r} here"
-        for path, before, after in _differences(saved.dump(), job.run.model.dump(), "model")
+        for path, before, after in changes(saved.dump(), job.run.model.dump(), "model")
         if path != "model.name"
     ]
-    if changes:
+    if found:
         raise InputError(
             f"{job.out} holds imported weights of another model:\n  "
-            + "\n  ".join(changes)
+            + "\n  ".join(found)
             + "\nGive the config.json that they came with as `model`, or use another --out."
         )
 
 
-def _differences(before: Any, after: Any, path: str) -> list[tuple[str, Any, Any]]:
+def changes(before: Any, after: Any, path: str) -> list[tuple[str, Any, Any]]:
+    """(path, before, after) of every field in which two nested dumps differ."""
     if isinstance(before, dict) and isinstance(after, dict):
         keys = dict.fromkeys([*before, *after])
-        return [d for key in keys for d in _differences(before.get(key), after.get(key), f"{path}.{key}")]
+        return [change for key in keys for change in changes(before.get(key), after.get(key), f"{path}.{key}")]
     return [] if before == after else [(path, before, after)]
 
 

@@ -20,18 +20,11 @@ from shardwise.spec.trainable import require_trainable
 from shardwise.verbs.beside import append, line_of, predicted
 from shardwise.verbs.profile_rank import STEPS_FILE, WARM_UP, trace_name
 from shardwise.verbs.resolve import resolve_layout
+from shardwise.verbs.unfinished import Unfinished
 
 WORKER = (sys.executable, "-m", "shardwise.verbs.profile_rank")
 TRACES = "profile"  # below the run's directory
 MOST_STEPS = 50  # that a trace may hold: a step is some megabytes on every rank
-
-
-class Unfinished(Exception):
-    """The ranks ended before the profile was complete, and have said why. `code` is the exit code: 2, 3 or 4."""
-
-    def __init__(self, code: int):
-        super().__init__(f"profile ended with exit code {code}")
-        self.code = code
 
 
 def profile(
@@ -64,7 +57,7 @@ def profile(
     command = [*WORKER, str(directory / "run.yaml"), str(directory), str(steps)]
     code = launch(command, ranks, say=say, how_to_continue="stopped before the profile was complete")
     if code:
-        raise Unfinished(code)
+        raise Unfinished("profile", code)
     found, note = predicted(run)
     measured, compiled = _measured(directory / STEPS_FILE)
     traces = [directory / trace_name(rank) for rank in range(ranks)]

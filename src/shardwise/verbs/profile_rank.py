@@ -5,9 +5,7 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import sys
-import threading
 import time
 from dataclasses import asdict
 from itertools import islice
@@ -15,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.launching import FailureWatch, run_worker
-from shardwise.launching.worker import end
+from shardwise.launching.worker import end_when_stopped
 from shardwise.spec import load_run
 
 WARM_UP = 2  # steps, before the first is timed
@@ -35,7 +33,7 @@ def main() -> int:
 def profile_rank(path: Path, directory: Path, steps: int) -> int:
     """Train 2 steps to warm up, `steps` that are timed, and as many again that are traced. Each rank leaves its trace
     in `directory`; rank 0 the Steps, and what was compiled after the warm-up."""
-    threading.Thread(target=_end_when_stopped, daemon=True).start()
+    end_when_stopped()
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it tells of every start and stop
     import torch
     import torch.distributed as dist
@@ -93,12 +91,6 @@ def _batches(run: Any, mesh: Any, device: Any) -> tuple[Any, Any]:
     data = open_data(resolve_data(run.recipe.data))
     order = data.order(run.recipe.sequence, run.recipe.batch_sequences, run.recipe.seed)
     return Annotated(data.train, order, run.fixed_layout, mesh.data_rank, run.model.vocabulary, device), order
-
-
-def _end_when_stopped() -> None:
-    """There is nothing to save. run_worker holds the signal, in this thread too."""
-    signal.sigwait([signal.SIGTERM])
-    end(4)
 
 
 if __name__ == "__main__":

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
-import json
 import time
 from pathlib import Path
 from typing import Any
 
-from shardwise.planner.memory import predict_memory, verdict
+from shardwise.planner.memory import VERDICTS, predict_memory, verdict
 from shardwise.planner.search import search
 from shardwise.planner.single import micro_batches_of, refusals
 from shardwise.planner.stacks import own_stack
@@ -19,6 +18,7 @@ from shardwise.spec import InputError, Run, load_run
 from shardwise.spec.noun import unknown
 from shardwise.spec.plan import Verdict
 from shardwise.spec.trainable import untrainable, untrainable_precision
+from shardwise.verbs.beside import PREDICTIONS, append
 from shardwise.verbs.resolve import resolve_layout
 
 _CHOICES = ("fullest", "all-distinct")
@@ -75,7 +75,7 @@ def rehearse(
     subject = subject_of_run(run)
     ranks = ranks_of(run, subject, rank)
     directory = _directory(pictures, "-o") if pictures is not None else None
-    journal = _directory(out, "--out") / "predictions.jsonl" if out is not None else None
+    journal = _directory(out, "--out") if out is not None else None
     per_stage = run.fixed_layout.world // run.fixed_layout.pp
     predicted = [predict_memory(subject, number // per_stage) for number in ranks]
     if device == "cuda":
@@ -149,13 +149,12 @@ def _compute_seconds(subject: Subject) -> float:
 
 def _verdict(run: Run, results: tuple[Any, ...], predicted: list[Any]) -> Verdict:
     """By what each rank reserves, from the model of expandable segments to that of plain ones."""
-    order: tuple[Verdict, ...] = ("fits", "unknown", "tight", "oom")
     found = []
     for one, memory in zip(results, predicted, strict=True):
         low = max(one.live, one.reserved)
         band = (low, low, max(low, 1.02 * one.reserved))
         found.append(verdict(memory.model_copy(update={"reserved": band}), run.cluster.gpu))
-    return max(found, key=order.index)
+    return max(found, key=VERDICTS.index)
 
 
 def _directory(path: str | Path, option: str) -> Path:
@@ -167,13 +166,11 @@ def _directory(path: str | Path, option: str) -> Path:
     return directory
 
 
-def _record(journal: Path, answer: Rehearsals) -> None:
+def _record(out: Path, answer: Rehearsals) -> None:
     """One line for each rank: the Run, what was predicted, and what was found."""
     time = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     try:
-        with journal.open("a", encoding="utf-8") as file:
-            for one in answer.ranks:
-                line = {"verb": "rehearse", "time": time, **one.dump(), "run": answer.run.dump()}
-                file.write(json.dumps(line) + "\n")
+        for one in answer.ranks:
+            append(out, {"verb": "rehearse", "time": time, **one.dump(), "run": answer.run.dump()})
     except OSError as error:
-        raise InputError(f"--out: {journal} cannot be written: {error.strerror or error}") from None
+        raise InputError(f"--out: {out / PREDICTIONS} cannot be written: {error.strerror or error}") from None

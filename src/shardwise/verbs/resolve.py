@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import os
 
 from shardwise.planner.memory import capacity_bytes
 from shardwise.planner.search import search
@@ -12,6 +11,7 @@ from shardwise.spec import Cluster, InputError, Layout, Run
 from shardwise.spec.cluster import Figure
 from shardwise.spec.legality import divisors, nearest_divisor
 from shardwise.spec.memory import GIB
+from shardwise.verbs.machine import memory_bytes
 
 _MICRO_BATCH_TOKENS = 16_384  # where the planner knows no rates
 
@@ -68,9 +68,8 @@ def _with_memory(cluster: Cluster) -> Cluster:
     """A rank's share of this machine's memory, where the chip's own is not known and ranks are processes on it."""
     if capacity_bytes(cluster.gpu) is not None or generation(cluster.gpu) != "cpu":
         return cluster
-    try:
-        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (AttributeError, ValueError, OSError):  # Windows has no sysconf
+    total = memory_bytes()
+    if total is None:
         return cluster
     share = total / min(cluster.gpus, cluster.gpus_per_node) / 1e9
     memory = {"value": share, "class": "measured", "source": "this machine", "date": datetime.date.today()}

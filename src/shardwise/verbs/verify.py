@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 import tempfile
 from collections.abc import Callable
@@ -20,26 +19,22 @@ from shardwise.spec.memory import GIB
 from shardwise.spec.noun import unknown
 from shardwise.spec.numbers import human
 from shardwise.spec.trainable import untrainable
+from shardwise.verbs.job import changes
+from shardwise.verbs.machine import memory_bytes
 from shardwise.verbs.resolve import resolve_layout
 from shardwise.verbs.saved import usable_checkpoint
 from shardwise.verbs.scaled import one_process, scale_down
+from shardwise.verbs.unfinished import Unfinished
 
 TOLERANCE = {"fp64": 1e-10, "fp32": 1e-5}
 EXACT = ("initial weights", "tokens")  # of these no difference is rounding
 WORKER = (sys.executable, "-m", "shardwise.verbs.verify_rank")
 
 _BYTES = {"fp64": 8, "fp32": 4}
-# Of a parameter on every rank: itself, gradient, momentum, the whole before and after, and what is being compared.
+# Of a parameter on every rank, at most: itself, gradient, momentum, its part before and after, and the whole ones that
+# they are compared with.
 _COPIES = 7
 _MOST_MEMORY = 0.8  # of this machine's
-
-
-class Unfinished(Exception):
-    """The ranks ended without a verdict, and have said why. `code` is the exit code: 2 or 3."""
-
-    def __init__(self, code: int):
-        super().__init__(f"verify ended with exit code {code}")
-        self.code = code
 
 
 @dataclass(frozen=True)
@@ -141,7 +136,7 @@ def describe(given: Run, scaled: Run) -> list[str]:
     rows = [
         (field, _text(before), _text(after))
         for noun, old, new in pairs
-        for field, before, after in _changes(old, new, noun)
+        for field, before, after in changes(old, new, noun)
         if field != "model.name"
     ]
     widths = [max(len(row[column]) for row in [*rows, ("scaled down", "yours", "")]) for column in (0, 1)]
@@ -149,13 +144,6 @@ def describe(given: Run, scaled: Run) -> list[str]:
     head = f"{'scaled down':<{widths[0]}}  {'yours':>{widths[1]}}  here"
     size = f"{given.model.name}: {human(count_parameters(scaled.model).total)} parameters here"
     return [size, head, *lines, mesh_table(scaled.fixed_layout)]
-
-
-def _changes(before: Any, after: Any, path: str) -> list[tuple[str, Any, Any]]:
-    if isinstance(before, dict) and isinstance(after, dict):
-        keys = dict.fromkeys([*before, *after])
-        return [change for key in keys for change in _changes(before.get(key), after.get(key), f"{path}.{key}")]
-    return [] if before == after else [(path, before, after)]
 
 
 def _text(value: Any) -> str:
@@ -172,7 +160,7 @@ def _train(work: Path, name: str, run: Run, weights: Path | None, say: Callable[
     command = [*WORKER, str(work), name, *([str(weights)] if weights else [])]
     code = launch(command, ranks, say=say, how_to_continue="stopped before a verdict")
     if code:
-        raise Unfinished(2 if code == 2 else 3)
+        raise Unfinished("verify", 2 if code == 2 else 3)
 
 
 def _weights(checkpoint: str | Path) -> tuple[Path, Model]:
@@ -191,11 +179,8 @@ def _require_small(model: Model, ranks: int, precision: str) -> None:
     """Whether whole copies of a model that is not scaled down fit into this machine's memory. Raises InputError."""
     parameters = count_parameters(model).total
     need = parameters * _BYTES[precision] * _COPIES * ranks
-    try:
-        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (AttributeError, ValueError, OSError):  # Windows has no sysconf
-        return
-    if need > _MOST_MEMORY * memory:
+    memory = memory_bytes()
+    if memory is not None and need > _MOST_MEMORY * memory:
         raise InputError(
             f"--checkpoint: {model.name} has {human(parameters)} parameters, and comparing them on {ranks} ranks in "
             f"{precision} may take {need / GIB:.0f} GiB of this machine's {memory / GIB:.0f} GiB; nearest: "

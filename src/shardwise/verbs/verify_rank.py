@@ -4,17 +4,14 @@ can be stopped from its first line on."""
 from __future__ import annotations
 
 import json
-import logging
 import math
-import signal
 import sys
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardwise.launching import FailureWatch, run_worker
-from shardwise.launching.worker import end
+from shardwise.launching.worker import end_when_stopped
 from shardwise.spec import Run, load_run
 from shardwise.spec.huggingface import CONFIG, model_config
 
@@ -33,7 +30,7 @@ def main() -> int:
 
 def train(work: Path, name: str, weights: Path | None) -> int:
     """The rank that the environment names; 0, or the process ends through FailureWatch."""
-    threading.Thread(target=_end_when_stopped, daemon=True).start()
+    end_when_stopped()
     import torch
     import torch.distributed as dist
 
@@ -41,8 +38,6 @@ def train(work: Path, name: str, weights: Path | None) -> int:
     from shardwise.parallel.process import process_group
     from shardwise.training.parity import Trained, differences, train_few_steps
 
-    # It warns of every gathering of weights that are cut twice, which is what comparing them takes.
-    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     _as_if_large()
     run = load_run(work / f"{name}.yaml")
     with process_group("cpu", _TIMEOUT_SECONDS) as process:
@@ -61,12 +56,6 @@ def train(work: Path, name: str, weights: Path | None) -> int:
                 finite = {quantity: value if math.isfinite(value) else None for quantity, value in largest.items()}
                 (work / "differences.json").write_text(json.dumps(finite))
     return 0
-
-
-def _end_when_stopped() -> None:
-    """There is nothing to save, and no step to wait for. run_worker holds the signal, in this thread too."""
-    signal.sigwait([signal.SIGTERM])
-    end(4)
 
 
 def _as_if_large() -> None:

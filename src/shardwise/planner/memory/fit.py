@@ -8,6 +8,7 @@ from shardwise.spec.memory import Memory
 from shardwise.spec.plan import Verdict
 
 MIB = 2**20
+VERDICTS: tuple[Verdict, ...] = ("fits", "unknown", "tight", "oom")  # the best first
 
 # Total that nvidia-smi shows, MiB: the H200's as seen here, the others' as commonly posted. A data sheet's GB are
 # GiB on some chips and 1e9 bytes on others, so chips that are not listed count as the smaller.

@@ -10,8 +10,8 @@ from shardwise.planner.schedules import rank_order, stages_of, steady_micro_batc
 from shardwise.planner.stages import cut_of
 from shardwise.planner.subject import Subject
 from shardwise.spec import Layout, Model
+from shardwise.spec.combinations import FOLDED
 
-FOLDED = ("zbv", "dualpipev")  # each rank has two stages, whatever virtual_stages says
 Held = dict[int, int]
 
 
