@@ -245,6 +245,24 @@ def test_planted_bottlenecks_are_named(tmp_path, cause):
         assert 1 <= len(diagnosis.remedies) <= 3
 
 
+def test_one_long_wait_is_told_from_slow_launches(tmp_path):
+    def diagnosis(*gaps):
+        builder = TraceBuilder()
+        for start, gap in zip((0, 100), gaps, strict=True):
+            builder.step(start, start + 100)
+            builder.kernel(start, start + 20, launched=start)
+            builder.operator(start + 20, start + 20 + gap, "aten::to")
+            builder.call(start + 20, start + 20 + 0.9 * gap, "cudaMalloc")
+            builder.kernel(start + 20 + gap, start + 100, launched=start + 20 + gap)
+        return profile(tmp_path, builder).diagnosis
+
+    often, once = diagnosis(50, 50), diagnosis(70, 2)
+    assert often.evidence[1] == "the longest wait: 50.0 ms, while the host was in aten::to: cudaMalloc"
+    assert any("compile" in remedy.change for remedy in often.remedies)
+    assert once.evidence[1] == "most of it is one wait of 70.0 ms, while the host was in aten::to: cudaMalloc"
+    assert not any("compile" in remedy.change for remedy in once.remedies)
+
+
 def test_the_straggling_rank_is_found(tmp_path):
     ranks = []
     for rank in range(4):

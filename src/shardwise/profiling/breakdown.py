@@ -185,6 +185,11 @@ class Breakdown:
             min(parts["memory_bound"], length(clip(self._packing, *window))),
         )
 
+    @property
+    def host_gaps(self) -> Cover:
+        """Where the device waits for the host, whatever the host does."""
+        return _join(self._covers["synchronisation"], self._covers["host"])
+
     def _of(self, mask: np.ndarray) -> Cover:
         return union(self.trace.device.start[mask], self.trace.device.end[mask])
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from shardwise.profiling.breakdown import RankParts, StepParts
 from shardwise.profiling.ranks import Straggler
+from shardwise.profiling.stall import Stall
 from shardwise.profiling.trace import Trace
 
 WORTH = 0.05  # share of the step below which a loss is no bottleneck
@@ -32,6 +33,14 @@ class Losses:
     seconds: dict[str, float]
     straggler: Straggler | None
     roofline: float | None
+    stall: Stall | None = None  # the longest wait for the host
+
+    @property
+    def one_stall(self) -> bool:
+        """Whether most of the wait for the host is a single one: then no setting of the layout explains it."""
+        waits = self.rank.mean().parts
+        steps = len(self.rank.steps)
+        return self.stall is not None and self.stall.seconds > 0.5 * steps * (waits["host"] + waits["synchronisation"])
 
     @property
     def bottleneck(self) -> str:
@@ -41,7 +50,11 @@ class Losses:
 
 
 def weigh(
-    rank: RankParts, straggler: Straggler | None, roofline: float | None, compilation_seconds: float = 0.0
+    rank: RankParts,
+    straggler: Straggler | None,
+    roofline: float | None,
+    compilation_seconds: float = 0.0,
+    stall: Stall | None = None,
 ) -> Losses:
     """compilation_seconds: per step, where the compiler itself said so and the trace does not show it."""
     mean = rank.mean()
@@ -59,7 +72,7 @@ def weigh(
     if straggler is not None:
         losses["straggler"] = max(0.0, min(straggler.waited, straggler.late))
     ordered = sorted(losses.items(), key=lambda item: -item[1])
-    return Losses(rank, mean, {cause: seconds for cause, seconds in ordered if seconds > 0}, straggler, roofline)
+    return Losses(rank, mean, {cause: seconds for cause, seconds in ordered if seconds > 0}, straggler, roofline, stall)
 
 
 def evidence(losses: Losses, trace: Trace, ranks: Sequence[RankParts]) -> list[str]:
@@ -111,6 +124,8 @@ def evidence(losses: Losses, trace: Trace, ranks: Sequence[RankParts]) -> list[s
         lines.append(
             f"rank {losses.rank.rank} is the last to come; on the others it is {ms(sum(others) / len(others))}"
         )
+    if cause in ("host-bound", "synchronisation") and losses.stall:
+        lines += _stall(losses, losses.stall)
     lines.append(_next(losses))
     return [line for line in lines if line]
 
@@ -124,6 +139,13 @@ def _host_bound(mean: StepParts, seconds: float, trace: Trace) -> str:
         f"{ms(seconds)} a step ({seconds / mean.seconds:.0%}) the device waits for its next kernel to be launched: "
         f"{mean.launches:,} launches a step, of {busy / max(1, mean.launches) * 1e6:.0f} µs on average"
     )
+
+
+def _stall(losses: Losses, stall: Stall) -> list[str]:
+    where = f", while the host was in {stall.within}" if stall.within else ""
+    if losses.one_stall:
+        return [f"most of it is one wait of {ms(stall.seconds)}{where}"]
+    return [f"the longest wait: {ms(stall.seconds)}{where}"]
 
 
 def _groups(mean: StepParts) -> list[str]:

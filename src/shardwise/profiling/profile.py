@@ -14,6 +14,7 @@ from shardwise.profiling.kernels import Kernel, product_roofline, slowest_kernel
 from shardwise.profiling.losses import evidence, weigh
 from shardwise.profiling.ranks import Straggler, critical, straggler, waits
 from shardwise.profiling.remedies import remedies
+from shardwise.profiling.stall import longest_stall
 from shardwise.profiling.steps import find_steps
 from shardwise.profiling.trace import Trace
 from shardwise.profiling.tracks import timeline_of
@@ -132,7 +133,7 @@ def analyse(
     """
     if run is not None:
         traces = [by_layout(trace, run.fixed_layout) for trace in traces]
-    windows, ranks = [], []
+    windows, ranks, gaps = [], [], []
     for trace in traces:
         steps, how = find_steps(trace)
         breakdown = Breakdown(trace)
@@ -141,6 +142,7 @@ def analyse(
         if not parts:
             raise InputError(f"{trace.source}: rank {trace.rank} has no step in which a kernel or an operator ran")
         windows.append([window for window, _ in parts])
+        gaps.append(breakdown.host_gaps)
         ranks.append(RankParts(trace.rank, tuple(step for _, step in parts), how))
     waited = waits(traces, windows)
     if waited is not None:
@@ -152,7 +154,8 @@ def analyse(
     place = ranks.index(last)
     late = straggler(ranks)
     compiled = sum(item.seconds for item in recompilations) / len(last.steps)
-    losses = weigh(last, late, product_roofline(traces[place], windows[place]), compiled)
+    stall = longest_stall(traces[place], gaps[place], windows[place])
+    losses = weigh(last, late, product_roofline(traces[place], windows[place]), compiled, stall)
     diagnosis = Diagnosis(
         bottleneck=losses.bottleneck,
         rank=last.rank,

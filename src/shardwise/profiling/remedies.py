@@ -63,6 +63,14 @@ _SETTINGS = {
     "copies": (("pinned memory and non_blocking copies", "copies then run beside compute"),),
     "bubble": (("more micro-batches a step", "the pipeline fills and drains once for all of them"),),
 }  # fmt: skip
+_ONE_STALL = tuple(
+    Remedy.load({"change": change, "why": why})
+    for change, why in (
+        ("trace later steps", "the first ones start libraries, choose kernels and compile"),
+        ("find what the host does there (a file, a lock, another process, Python's garbage collector)",
+         "the rest of the step is not held up by launches"),
+    )
+)  # fmt: skip
 _MOST = 3
 _WORTH = 0.005  # of the step
 
@@ -71,6 +79,8 @@ def remedies(losses: Losses, found: Found | None = None, recipe: Recipe | None =
     """Two or three, those with a predicted gain first, the largest ahead. Without predictions (`found`) the trace's own
     bound is the only figure."""
     cause = losses.bottleneck
+    if cause in ("host-bound", "synchronisation") and losses.one_stall:
+        return _ONE_STALL
     near = _layouts(cause, found, recipe) if found is not None and recipe is not None else []
     at_most = 100 * losses.seconds.get(cause, 0.0) / losses.mean.seconds
     other = [

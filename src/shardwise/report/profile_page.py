@@ -53,9 +53,12 @@ def render_profile(profile: Profile) -> str:
         f"<section><h2>{escape(diagnosis_lines(diagnosis)[0])}</h2><ul>{said}</ul>"
         + (f"<h3>What to try</h3><ol>{tried}</ol>" if tried else "")
         + "</section>",
-        f"<section><h2>The mean step of each rank</h2>{_bars(profile)}</section>",
+        f'<section><h2>The mean step of each rank</h2><div class="wide">{_bars(profile)}</div></section>',
         "<section><h2>One step</h2>"
-        + "".join(f"<h3>{escape(label)}: {time(item.seconds)}</h3>{_tracks(item, longest)}" for label, item in tracks)
+        + "".join(
+            f'<h3>{escape(label)}: {time(item.seconds)}</h3><div class="wide">{_tracks(item, longest)}</div>'
+            for label, item in tracks
+        )
         + "</section>",
         f"<section><h2>Figures</h2><pre>{escape(chr(10).join(profile_lines(profile)))}</pre></section>",
     ]
@@ -67,7 +70,8 @@ def render_profile(profile: Profile) -> str:
             '<meta name="color-scheme" content="light dark"><link rel="icon" href="data:,">',
             f"<title>{escape(name)}: {escape(title)}</title>",
             f"<style>{resources.files(__package__).joinpath('page.css').read_text()}"
-            "svg{max-width:100%;background:#fff}</style></head><body>",
+            "svg{min-width:50rem;width:100%;background:#fff}.wide{overflow-x:auto}pre{white-space:pre;overflow-x:auto}"
+            "</style></head><body>",
             f"<header><h1>{escape(name)}</h1><p>{escape(title)}</p></header><main>",
             *sections,
             "</main><footer>Made by shardwise profile.</footer></body></html>\n",
@@ -121,5 +125,5 @@ def _tracks(timeline: Timeline, longest: float) -> str:
             f"{_ROW - 4}H{_LEFT + start[index] * scale:.1f}z"
             for index in sorted(shown)
         )
-        parts.append(f'<path d="{boxes}" fill="{colour}"/>')
+        parts.append(f'<path d="{boxes}" style="fill:{colour};stroke:none"/>')  # a page's style would win over fill=
     return "".join([*parts, "</svg>"])
