@@ -1,11 +1,11 @@
 """The planner after `calibrate`, beside what `train` measures, on CPU ranks of this machine over gloo.
 
-    python -m benchmarks.calibrated_cpu [--nproc 2] [--cluster FILE] [--quick] [--page docs/calibrate.md] [--json FILE]
+    python -m benchmarks.calibrated_cpu [--nproc 2] [--cluster FILE] [--quick] [--page docs/accuracy.md] [--json FILE]
 
 Calibrates (unless a Cluster file is given), predicts every layout and writes that down, and only then trains each for a
-few steps. Prints predicted beside measured step time, the errors, Kendall's τ of the two orders, and the regret: how
-much slower the layout that was predicted to be fastest is than the fastest one. Other work on the machine shows in all
-of it, so the idle share of the cores before each run is printed too.
+few steps under `profile`. Prints predicted beside measured step time and exposed communication, the errors, Kendall's τ
+of the two orders, and the regret: how much slower the layout that was predicted to be fastest is than the fastest one.
+Other work on the machine shows in all of it, so the idle share of the cores before each run is printed too.
 """
 
 from __future__ import annotations
@@ -14,16 +14,14 @@ import argparse
 import json
 import os
 import statistics
-import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from itertools import combinations
 from pathlib import Path
 from typing import Any
 
 import yaml
+from benchmarks.marked import write_marked
 
 import shardwise
 from shardwise.planner.single import judge
@@ -33,9 +31,8 @@ from shardwise.verbs.calibrate import cluster_yaml
 
 MODEL = {"name": "cpu-llama", "layers": 4, "hidden": 256, "heads": 8, "kv_heads": 4, "ffn": 1024, "vocabulary": 4096,
          "max_sequence": 256}  # fmt: skip
-SEQUENCE, BATCH = 256, 8192
-STEPS, WARM = 7, 2
-BEGIN, END = "<!-- calibrated_cpu: begin -->", "<!-- calibrated_cpu: end -->"
+SEQUENCE, BATCH = 256, 4096
+STEPS = 3  # timed, and as many more under the profiler
 
 
 def layouts(ranks: int) -> dict[str, dict[str, Any]]:
@@ -79,29 +76,13 @@ def predicted(run: Run) -> dict[str, float]:
     return {"seconds": found.step.seconds, "exposed_seconds": exposed}
 
 
-@contextmanager
-def silent() -> Iterator[None]:
-    """Standard output goes nowhere, also that of processes which are started meanwhile."""
-    sys.stdout.flush()
-    kept, nowhere = os.dup(1), os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, 1)
-    try:
-        yield
-    finally:
-        os.dup2(kept, 1)
-        os.close(kept)
-        os.close(nowhere)
-
-
-def measured(run: Run, ranks: int) -> float:
-    """The median step after the first few."""
+def measured(run: Run, ranks: int) -> dict[str, float]:
+    """The median step without the profiler, and the exposed communication of a step under it, of the critical rank."""
     with tempfile.TemporaryDirectory() as out:
-        with silent():
-            code = shardwise.train(run, out=out, nproc=ranks, say=lambda line: None)
-        if code:
-            raise RuntimeError(f"train ended with exit code {code}")
-        lines = [json.loads(line) for line in (Path(out) / "metrics.jsonl").read_text().splitlines()]
-    return statistics.median(line["step_seconds"] for line in lines[WARM:])
+        found = shardwise.profile(run, out=out, steps=STEPS, nproc=ranks, say=lambda line: None)
+    assert found.measured is not None
+    exposed = sum(seconds for stream, seconds in found.mean.exposed.items() if stream != "pipeline")
+    return {"measured": found.measured.step_seconds, "measured_exposed": exposed}
 
 
 def idle_share(seconds: float = 1.0) -> float:
@@ -140,13 +121,16 @@ def main() -> None:
     with tempfile.NamedTemporaryFile("w", suffix=".json", prefix="predicted-", delete=False) as file:
         json.dump(rows, file, indent=1)
     print(f"predicted first, in {file.name}; cores idle before calibration: {before:.0%}")
-    print(f"{'':30}{'predicted':>10}{'measured':>10}{'error':>9}{'idle':>6}")
+    print(f"{'':30}{'predicted':>10}{'measured':>10}{'error':>9}{'exposed':>10}{'measured':>10}{'idle':>6}")
     for name, run in runs.items():
-        rows[name] |= {"idle": idle_share(), "measured": measured(run, options.nproc)}
+        rows[name] |= {"idle": idle_share(), **measured(run, options.nproc)}
         row = rows[name]
         row["error"] = row["seconds"] / row["measured"] - 1
+        row["exposed_error"] = (row["exposed_seconds"] - row["measured_exposed"]) / row["measured"]
         print(
-            f"{name:30}{row['seconds']:10.3f}{row['measured']:10.3f}{row['error']:+9.1%}{row['idle']:6.0%}", flush=True
+            f"{name:30}{row['seconds']:10.3f}{row['measured']:10.3f}{row['error']:+9.1%}"
+            f"{row['exposed_seconds']:10.3f}{row['measured_exposed']:10.3f}{row['idle']:6.0%}",
+            flush=True,
         )
     answer = scores(rows) | {"idle_before_calibration": before}
     print(", ".join(f"{name} {value:.3f}" for name, value in answer.items()))
@@ -162,6 +146,7 @@ def scores(rows: dict[str, dict[str, Any]]) -> dict[str, float]:
     fastest = min(row["measured"] for row in rows.values())
     return {
         "median_error": statistics.median(errors),
+        "median_exposed_error": statistics.median(abs(row["exposed_error"]) for row in rows.values()),
         "p90_error": errors[min(len(errors) - 1, int(0.9 * len(errors)))],
         "kendall_tau": kendall([(row["seconds"], row["measured"]) for row in rows.values()]),
         "regret": chosen["measured"] / fastest - 1,
@@ -171,32 +156,26 @@ def scores(rows: dict[str, dict[str, Any]]) -> dict[str, float]:
 def write_page(
     page: Path, rows: dict[str, dict[str, Any]], answer: dict[str, float], cluster: Cluster, ranks: int
 ) -> None:
-    """Replace the part of the page between this script's marks."""
     found = cluster.gpu.calibration
     assert found is not None
     lines = [
-        BEGIN,
         f"`python -m benchmarks.calibrated_cpu --nproc {ranks}` on {found.device} ({os.cpu_count()} cores), "
         f"torch {found.torch}, {found.date}. Cores were {answer['idle_before_calibration']:.0%} idle before it began; "
         "`idle` is the same before each run. The predictions were written down first.",
         "",
-        "| layout | predicted s | measured s | error | idle |",
-        "|---|---:|---:|---:|---:|",
+        "| layout | predicted s | measured s | error | exposed, predicted s | measured s | idle |",
+        "|---|---:|---:|---:|---:|---:|---:|",
         *(
-            f"| {name} | {row['seconds']:.3f} | {row['measured']:.3f} | {row['error']:+.1%} | {row['idle']:.0%} |"
+            f"| {name} | {row['seconds']:.3f} | {row['measured']:.3f} | {row['error']:+.1%} | "
+            f"{row['exposed_seconds']:.3f} | {row['measured_exposed']:.3f} | {row['idle']:.0%} |"
             for name, row in rows.items()
         ),
         "",
         f"Step time: median error {answer['median_error']:.1%}, p90 {answer['p90_error']:.1%}, Kendall τ "
-        f"{answer['kendall_tau']:.2f}, regret {answer['regret']:.1%}.",
-        END,
+        f"{answer['kendall_tau']:.2f}, regret {answer['regret']:.1%}. Exposed communication: median error "
+        f"{answer['median_exposed_error']:.1%} of the step.",
     ]
-    text = page.read_text() if page.exists() else ""
-    start, end = text.find(BEGIN), text.find(END)
-    whole = (
-        text[:start] + "\n".join(lines) + text[end + len(END) :] if 0 <= start < end else text + "\n".join(lines) + "\n"
-    )
-    page.write_text(whole)
+    write_marked(page, f"calibrated_cpu {ranks}", lines)
 
 
 if __name__ == "__main__":

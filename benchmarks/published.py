@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from benchmarks.marked import own_part
 from benchmarks.published_page import page
 from benchmarks.published_schema import read_rows
 from benchmarks.published_scores import QUANTITIES, Scores, score_rows
@@ -29,7 +30,7 @@ def main() -> int:
     try:
         scores = score_rows(read_rows(arguments.file))
         if arguments.page:
-            _write(arguments.page, page(scores, arguments.file.name))
+            _write(arguments.page, page(scores, arguments.file.name) + own_part(arguments.page))
     except InputError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

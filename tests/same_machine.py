@@ -1,7 +1,7 @@
 """Planner and trainer describe the same machine: layouts that `plan` considers for tiny models, drawn at random, each
 rehearsed, and every part of memory compared.
 
-    python tests/same_machine.py [COUNT] [SEED]        every disagreement, with both sides
+    python tests/same_machine.py [COUNT] [SEED] [dense|experts]        every disagreement, with both sides
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 
 from shardwise.planner.candidates import spaces, variants
 from shardwise.planner.memory import predict_moments
+from shardwise.planner.memory.activations import IMBALANCE
 from shardwise.planner.single import refusals
 from shardwise.rehearsal.child import in_children
 from shardwise.rehearsal.rank import on_cpu
@@ -60,8 +61,14 @@ def agree(found: float, planned: float) -> bool:
     return abs(found - planned) <= max(SHARE * max(found, planned), MIB)
 
 
-def draws(seed: int) -> Iterator[Run]:
-    """Tiny models, random clusters, and of what `plan` considers for them any one layout."""
+def draws(seed: int, kind: str = "") -> Iterator[Run]:
+    """Tiny models (dense, with experts, or any), random clusters, and of what `plan` considers for them any one
+    layout."""
+    wanted = {"": (True, False), "dense": (False,), "experts": (True,)}[kind]
+    return (run for run in _draws(seed) if bool(run.model.experts) in wanted)
+
+
+def _draws(seed: int) -> Iterator[Run]:
     random_ = random.Random(seed)
     while True:
         run = _run(random_)
@@ -124,13 +131,13 @@ def _run(random_: random.Random) -> Run:
 
 
 def compare(runs: list[Run], seed: int = 0) -> Iterator[Compared]:
-    """Each on a random pipeline rank."""
+    """Each on a random pipeline rank, whose experts get as many tokens as the planner thinks."""
     random_ = random.Random(seed)
     calls = []
     for run in runs:
         layout = run.fixed_layout
         per_stage = layout.world // layout.pp
-        calls.append((run, random_.randrange(layout.pp) * per_stage, 2, 1.0, None))
+        calls.append((run, random_.randrange(layout.pp) * per_stage, 2, IMBALANCE, None))
     for (run, rank, *_), found in zip(calls, in_children(on_cpu, calls), strict=True):
         layout = run.fixed_layout
         moments = predict_moments(subject_of_run(run), rank // (layout.world // layout.pp))
@@ -145,8 +152,8 @@ def _moment(moments: list[Memory], found: dict[str, float]) -> Memory:
     return min(close, key=lambda memory: sum(not agree(found[part], getattr(memory, part)) for part in PARTS))
 
 
-def main(count: int, seed: int) -> None:
-    stream = draws(seed)
+def main(count: int = 40, seed: int = 0, kind: str = "") -> None:
+    stream = draws(seed, kind)
     runs = [next(stream) for _ in range(count)]
     bad: Counter[str] = Counter()
     for one in compare(runs, seed):
@@ -156,8 +163,8 @@ def main(count: int, seed: int) -> None:
             print(f"{one.planned.live / live - 1:+.1%} {one}", flush=True)
         if not agree(one.planned.live, live):
             bad["LIVE"] += 1
-    print(f"{count} drawn with seed {seed}: {dict(bad)}")
+    print(f"{count} {kind} drawn with seed {seed}: {dict(bad)}")
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]) if len(sys.argv) > 1 else 40, int(sys.argv[2]) if len(sys.argv) > 2 else 0)
+    main(*map(int, sys.argv[1:3]), *sys.argv[3:4])

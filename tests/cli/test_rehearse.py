@@ -46,7 +46,7 @@ def test_several_ranks_as_text(run: Path, capsys: pytest.CaptureFixture[str]) ->
     assert main(["rehearse", str(run), "--rank", "all-distinct", "--layout.compile", "true"]) == 0
     text = capsys.readouterr().out
     assert [line.split()[1] for line in text.splitlines() if line.startswith("rank ")] == ["0", "4", "7"]
-    assert "modelled: layout.compile: traced without the compiler" in text and "verdict: fits" in text
+    assert "modelled: layout.compile: saved as by Inductor of torch" in text and "verdict: fits" in text
 
 
 def test_what_does_not_fit(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -24,7 +24,7 @@ from shardwise.verbs.calibrate import cluster_yaml
 from shardwise.verbs.plan import plan
 
 OPS = ("rmsnorm", "residual", "heads", "rotated_heads", "swiglu", "loss", "embedding", "copy", "accumulate", "clip",
-       "adamw", "cast", "routing", "gelu", "layernorm", "bias", "chunked_loss")  # fmt: skip
+       "adamw", "cast", "routing", "reduce_input", "gelu", "layernorm", "bias", "chunked_loss")  # fmt: skip
 
 
 def fields(**changes):
@@ -122,9 +122,21 @@ def test_the_planner_uses_what_was_measured_and_nothing_else():
 
 
 def test_the_host_is_a_floor_under_a_layer():
-    host = {"layer_forward_us": 1e6, "layer_backward_us": 2e6}
-    assert step_of(run_on(calibrated(host=host))).seconds > 2 * 2 * 3  # two micro-batches, two layers
-    assert step_of(run_on(calibrated())).seconds < 1
+    layer = {"style": "llama", "forward_us": 1e6, "backward_us": 2e6, "update_us": 3e6}
+    waits = step_of(run_on(calibrated(host={"layers": [layer], "step_us": 5e6})))
+    device = step_of(run_on(calibrated())).seconds
+    assert device < 1
+    # Two micro-batches of two layers, and the update; the device's last piece of work comes after.
+    assert waits.seconds == pytest.approx(2 * 2 * 3 + 2 * 3 + 5, abs=device)
+    assert waits.parts["host"] == pytest.approx(waits.seconds - device)
+    quick = {**layer, "forward_us": 1.0, "backward_us": 1.0, "update_us": 0.0}
+    assert step_of(run_on(calibrated(host={"layers": [quick]}))).seconds == pytest.approx(device, rel=1e-3)
+    # Where the host computes, its time beyond that of a whole eager layer is added.
+    sharded = {**layer, "sharded": True, "backward_us": 2.5e6}
+    serial = {"layers": [layer, sharded], "serial": True}
+    assert step_of(run_on(calibrated(host=serial))).seconds == pytest.approx(device)
+    more = step_of(run_on(calibrated(host=serial), zero=3)).seconds - step_of(run_on(calibrated(), zero=3)).seconds
+    assert more == pytest.approx(2 * 2 * 0.5)
 
 
 def test_recompute_and_compilation_change_a_measured_step():

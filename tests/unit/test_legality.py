@@ -54,7 +54,12 @@ def test_legal_layouts():
         (2, {"async_tp": True, "compile": True, "tp": 2}, "needs CUDA, and cluster.gpu is cpu"),
         (1, {"offload": "parameters"}, "zero is 0; nearest: zero: 3, or offload: optimizer"),
         (1, {"offload": "activations", "recompute": "selective"}, "nearest: recompute: full, or offload: none"),
-        (2, {"pp": 2, "schedule": "zbv", "virtual_stages": 2, "recompute": "selective"}, "what works: recompute: full"),
+        (2, {"pp": 2, "schedule": "zbv", "virtual_stages": 2, "recompute": "full"}, "what works: recompute: none"),
+        (
+            2,
+            {"pp": 2, "schedule": "zbv", "virtual_stages": 2, "offload": "activations"},
+            "memory grows from step to step",
+        ),
         (3, {"cp": 3}, r"recipe.sequence 256 is not a multiple of 6 \(2 · cp 3 · tp 1\); nearest: 258"),
         (8, {"cp": 8, "cp_method": "ulysses"}, "does not divide the 4 of model.kv_heads 4 .* nearest: cp 4"),
         (8, {"cp": 4, "tp": 2, "cp_method": "ulysses"}, "a rank of tp 2 has; nearest: cp 2, or cp_method: allgather"),

@@ -110,7 +110,57 @@ def test_experts_scale_with_routed_tokens() -> None:
         table = block_kept(of, Layout(ep=ep), Style(), moe=of.experts is not None, sequence=16)
         return kept_bytes(table, "none")
 
-    router, rows = 8 * 8, 2 * 2 * 2 * model.hidden  # what comes in and what goes out, two copies a token
-    assert kept(model) == kept(dense) + router + rows
-    routed = rows + 4 * 2 * 128
-    assert kept(model, ep=4) - kept(model) == pytest.approx((IMBALANCE - 1) * routed)
+    router, rows = 4 * 8 + 8 * 2 + 4 * (2 + 1), 2 * 2 * 2 * model.hidden  # what comes in and what goes out, two copies
+    order = 2 * (8 + 8 + 4)
+    assert kept(model) == kept(dense) + router + rows + order
+    arrived = IMBALANCE * 2 * (2 * model.hidden + 8)  # the results, too, and the order
+    routed = rows / 2 + 4 * 2 * 128
+    assert kept(model, ep=4) - kept(model) == pytest.approx((IMBALANCE - 1) * routed + arrived)
+
+
+EXPERTS = {"count": 8, "top_k": 2, "ffn": 64}
+LATENT = {"kv_rank": 40, "nope_dim": 32, "rope_dim": 16, "value_dim": 32}
+WITH_EXPERTS = {
+    "softmax": {**SHAPES["llama"], "experts": EXPERTS},
+    "weights that do not sum to 1": {**SHAPES["llama"], "experts": {**EXPERTS, "normalized": False}},
+    "gelu, shared experts": {**SHAPES["gpt, grouped queries"], "experts": {**EXPERTS, "shared_ffn": 96}},
+    "a gate on the shared experts": {
+        **SHAPES["qwen"],
+        "experts": {**EXPERTS, "shared_ffn": 96, "shared_gate": True},
+    },
+    "sigmoid with a bias and groups": {
+        **SHAPES["llama"],
+        "experts": {**EXPERTS, "router": "sigmoid", "router_bias": True, "groups": 4, "top_groups": 2},
+    },
+    "latent attention": {
+        "hidden": 128,
+        "heads": 8,
+        "ffn": 352,
+        "latent": {**LATENT, "query_rank": 48},
+        "experts": {**EXPERTS, "shared_ffn": 96},
+    },
+    "latent keys alone": {
+        "hidden": 128,
+        "heads": 8,
+        "ffn": 352,
+        "latent": {**LATENT, "query_rank": 0},
+        "experts": EXPERTS,
+    },
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("shape", WITH_EXPERTS)
+def test_table_equals_module_with_experts(shape: str, dtype: torch.dtype) -> None:
+    """But for the router's weight in fp32, which is none of its own type, and ends of groups of four bytes."""
+    from shardwise.planner.memory.families import FAMILIES
+
+    model = Model.load({**TINY, **WITH_EXPERTS[shape]})
+    style, tokens = FAMILIES["shardwise"].eager, 2 * 16
+    table = block_kept(model, Layout(), style, moe=True, sequence=16, width=dtype.itemsize)
+    narrower = 2 * 2 * (4 - dtype.itemsize) if model.norm == "layernorm" else 0
+    wide_router = 4 * 8 * model.hidden / tokens if dtype.itemsize < 4 else 0
+    grouped = dtype == torch.bfloat16  # by one kernel, which takes the ends of groups; others take their sizes
+    groups = (3 if model.activation == "swiglu" else 2) * 8 * 4 / tokens if grouped else 8 * 9 / tokens
+    found = kept_by_module(model, dtype) - wide_router - groups
+    assert found == pytest.approx(kept_bytes(table, "none") - narrower, abs=1e-9)

@@ -65,7 +65,7 @@ def test_narrow_operands_are_temporary():
         assert getattr(other, part) == getattr(one, part)
     model, tokens = model_preset("llama3-8b"), 2 * 4096
     operands = tokens * (model.hidden + 2 * model.ffn) + model.hidden * 2 * model.ffn
-    assert one.event == other.event == "last block backward"
+    assert one.event == other.event == "block backward"
     assert other.transient - one.transient == pytest.approx(operands)
 
 

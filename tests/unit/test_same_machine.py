@@ -1,7 +1,7 @@
-"""Planner and trainer describe the same machine (`tests/same_machine.py`).
+"""Planner and trainer describe the same machine (`tests/same_machine.py`): of 200 layouts that `plan` considers for
+tiny models, drawn at random, every part of memory is what the rehearsal finds, within 6 % or 1 MiB.
 
-SHARDWISE_SAME_MACHINE: how many layouts are drawn. Here, of dense models on data-parallel layouts, where the peak as a
-whole agrees; `python tests/same_machine.py` lists what does not yet, part by part, of all layouts.
+One in SHARE of them is tried; SHARDWISE_PARITY=all tries all. SHARDWISE_SEED: draw others.
 """
 
 from __future__ import annotations
@@ -9,20 +9,19 @@ from __future__ import annotations
 import os
 from itertools import islice
 
-from same_machine import agree, compare, draws
-from shardwise.spec import Run
+import pytest
 
-COUNT, SEED = int(os.environ.get("SHARDWISE_SAME_MACHINE", "10")), int(os.environ.get("SHARDWISE_SEED", "7"))
+from same_machine import compare, draws
 
-
-def data_parallel(run: Run) -> bool:
-    layout = run.fixed_layout
-    return not run.model.experts and layout.tp == layout.cp == layout.pp == 1 and layout.offload == "none"
+COUNT, SEED = 200, int(os.environ.get("SHARDWISE_SEED", "7"))
+SHARE = 1 if os.environ.get("SHARDWISE_PARITY") == "all" else 8
 
 
-def test_drawn_layouts_are_what_was_planned() -> None:
-    print(f"{COUNT} layouts, seed {SEED}")
-    runs = list(islice(filter(data_parallel, draws(SEED)), COUNT))
-    found = list(compare(runs))
-    wrong = [str(one) for one in found if not agree(sum(one.found.values()), one.planned.live)]
-    assert len(found) == COUNT and not wrong, "\n".join(wrong)
+@pytest.mark.parametrize("kind", ["dense", "experts"])
+def test_drawn_layouts_are_what_was_planned(kind: str) -> None:
+    print(f"{COUNT // SHARE} of {COUNT} layouts, {kind}, seed {SEED}")
+    runs = list(islice(draws(SEED, kind), 0, COUNT // 2, SHARE))
+    found = list(compare(runs, SEED))
+    wrong = [str(one) for one in found if one.disagreements]
+    assert len(found) == len(runs) == -(-COUNT // 2 // SHARE)
+    assert not wrong, f"seed {SEED}\n" + "\n".join(wrong)

@@ -121,14 +121,42 @@ def buffers_stay() -> dict[str, bool]:
     return {("forward_sync_buffers" if "forward_sync_buffers" in signature.parameters else "broadcast_buffers"): False}
 
 
+def all_gather(output: Tensor, own: Tensor, group: dist.ProcessGroup) -> None:
+    """Every rank's own tensor, one after the other, into the output. 2.13 has renamed it."""
+    name = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
+    getattr(dist, name)(output, own, group=group)
+
+
 # What a rehearsal needs.
 
 
 def fake_process_group(rank: int, world: int) -> None:
-    """This process as one rank of a world of which there is nobody else: collectives leave outputs as they are."""
+    """This process as one rank of a world of which there is nobody else. Nothing is exchanged; an all-gather copies
+    what is this rank's own to everyone's place, and other collectives leave outputs as they are."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
+
+
+@contextmanager
+def gathers_without_copies(*, eager: bool = True) -> Iterator[None]:
+    """In a fake process group: all-gathers do not even copy what is this rank's to everyone's place, a launch for each.
+    FSDP2's buffers keep what earlier ones left there."""
+
+    def nothing(*_: Any, **__: Any) -> None:
+        return None
+
+    def empty(x: Tensor, size: int, *_: Any) -> Tensor:
+        return x.new_empty(size * len(x), *x.shape[1:])
+
+    with ExitStack() as stack:
+        if eager:
+            functional = torch.ops._c10d_functional
+            stack.enter_context(mock.patch.object(functional, "all_gather_into_tensor", empty))
+        for name in ("all_gather_into_tensor", "all_gather_single"):  # torch 2.11, 2.13
+            if hasattr(dist, name):
+                stack.enter_context(mock.patch.object(dist, name, nothing))
+        yield
 
 
 @contextmanager
@@ -178,6 +206,34 @@ def _within(function: Callable[..., Any], context: Callable[..., AbstractContext
             return function(*arguments, **named)
 
     return call
+
+
+@contextmanager
+def without_compiled_code() -> Iterator[None]:
+    """While torch.compile works with `inductor_graphs`: nothing that it makes can be kept on disk, and shapes are never
+    generalized."""
+    import torch._dynamo.config
+    import torch._functorch.config
+
+    with (
+        torch._functorch.config.patch(enable_autograd_cache=False),
+        torch._dynamo.config.patch(automatic_dynamic_shapes=False),
+    ):
+        yield
+
+
+def inductor_graphs(runner: Callable[[torch.fx.GraphModule], Callable[[list[Any]], Any]]) -> Callable[..., Any]:
+    """A backend of torch.compile that does what Inductor does up to the graphs of forward and backward: their order and
+    what is saved are its choice. runner(graph): what runs one, given a list of inputs that it empties."""
+    from torch._inductor.compile_fx import compile_fx
+
+    def inner(graph: torch.fx.GraphModule, *_: Any, **__: Any) -> Callable[[list[Any]], Any]:
+        return runner(graph)
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+        return compile_fx(graph, inputs, inner_compile=inner)
+
+    return backend
 
 
 @contextmanager

@@ -28,6 +28,7 @@ def compile_blocks(decoder: Decoder, mesh: Mesh, layout: Layout) -> None:
     With async_tp, inductor cuts the products beside tensor-parallel collectives into pieces that overlap with theirs
     (CUDA only).
     """
+    torch._dynamo.config.optimize_ddp = False  # which cuts what it compiles where DDP's buckets end
     if layout.async_tp:
         enable_async_tp(mesh.weights.get_group("tp"))
     for block in decoder.blocks.values():

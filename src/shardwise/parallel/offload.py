@@ -33,15 +33,15 @@ def offload_policy(layout: Layout, device: torch.device) -> OffloadPolicy:
 def offload_activations(decoder: Decoder, layout: Layout) -> None:
     """Keep what the blocks of a decoder, or of a stage of it, save for the backward on the CPU, in place."""
     if recompute_of(layout.recompute).kind == "sqrt":  # what is saved are the inputs of segments, not of blocks
-        decoder.run_blocks = _keeping_on_host(decoder.run_blocks, None)
+        decoder.run_blocks = _keeping_on_host(decoder.run_blocks, None, compiled=layout.compile)
         return
     for block in decoder.blocks.values():
-        block.forward = _keeping_on_host(block.forward, block)
+        block.forward = _keeping_on_host(block.forward, block, compiled=layout.compile)
 
 
-def _keeping_on_host(forward: Any, block: nn.Module | None) -> Any:
+def _keeping_on_host(forward: Any, block: nn.Module | None, *, compiled: bool) -> Any:
     """forward(x, rope, …), with what it saves on the CPU. Not its weights and what is cast from them: those are not one
-    micro-batch's; nor the rotary table, which all blocks share."""
+    micro-batch's; nor the rotary table, which all blocks share. compiled: by code that relies on strides."""
 
     def run(x: Tensor, rope: tuple[Tensor, Tensor] | None, *others: Any) -> Tensor:
         shared = {tensor.untyped_storage()._cdata for tensor in rope or ()}
@@ -53,7 +53,7 @@ def _keeping_on_host(forward: Any, block: nn.Module | None) -> Any:
                 return tensor
             key = (tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.shape, tensor.stride())
             if key not in held or not held[key].is_of(tensor):
-                held[key] = _Held(tensor)
+                held[key] = _Held(tensor, strided=compiled)
             return held[key]
 
         with saved_tensors_hooks(pack, lambda packed: packed.take() if isinstance(packed, _Held) else packed):
@@ -63,14 +63,18 @@ def _keeping_on_host(forward: Any, block: nn.Module | None) -> Any:
 
 
 class _Held:
-    """A tensor on the CPU, once for all operators that saved it; back on its device while one of them uses it."""
+    """A tensor on the CPU, once for all operators that saved it; back on its device while one of them uses it.
 
-    def __init__(self, tensor: Tensor):
+    strided: with gaps, too, if it was a view that has some; else close together.
+    """
+
+    def __init__(self, tensor: Tensor, *, strided: bool = False):
         self._device, self._version = tensor.device, tensor._version
         self._storage, self._back = weakref.ref(tensor.untyped_storage()), None
         pinned = tensor.is_cuda
         self._host = torch.empty_like(tensor, device="cpu", pin_memory=pinned, requires_grad=False)
         self._host.copy_(tensor.detach(), non_blocking=pinned)
+        self._stride = tensor.stride() if strided else self._host.stride()
 
     def is_of(self, tensor: Tensor) -> bool:
         """Whether it is that tensor, unchanged. (Storages are told apart by address, and an address is used again.)"""
@@ -79,9 +83,13 @@ class _Held:
     def take(self) -> Tensor:
         back = self._back() if self._back else None
         if back is None:
-            back = self._host.to(self._device, non_blocking=True)
+            back = self._place()
+            back.copy_(self._host, non_blocking=True)
             self._back = weakref.ref(back)
         return back
+
+    def _place(self) -> Tensor:
+        return torch.empty_strided(self._host.shape, self._stride, dtype=self._host.dtype, device=self._device)
 
 
 def _is_weight(tensor: Tensor, block: nn.Module | None) -> bool:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from shardwise.planner.work import Gemm, Work
+from shardwise.spec.calibration import HostTimes
 
 ADAMW_BYTES = 30  # that AdamW reads and writes per parameter, about
 
@@ -92,12 +93,14 @@ class Speed:
         """FSDP2's copies around one all-gather, and around one reduce-scatter."""
         return 0.0, 0.0
 
-    def host_bound(
-        self, forward: float, backward: float, *, moe: bool, unit: bool, again: float
-    ) -> tuple[float, float]:
-        """A layer's seconds, no less than the host takes to launch it. unit: FSDP2 gathers it; again: the share of its
-        forward that the backward repeats."""
-        return forward, backward
+    def copy_seconds(self, elements: float) -> float:
+        """Of activations from one place to another."""
+        return 0.0
+
+    @property
+    def host(self) -> HostTimes | None:
+        """What the host takes, where it was measured."""
+        return None
 
     def _aligned(self, gemm: Gemm) -> float:
         return 1.0 if self.multiprocessors == 1 else aligned_share(gemm)  # a CPU loads any row

@@ -11,11 +11,12 @@ from typing import Any
 
 import numpy as np
 
+from shardwise.planner.pieces import Pieces
 from shardwise.planner.recompute import recompute_of
 from shardwise.planner.schedules import stages_of
 from shardwise.planner.stacks import Stack
 from shardwise.planner.stages import cut_of
-from shardwise.planner.step import Pieces, StepModel
+from shardwise.planner.step import StepModel
 from shardwise.planner.subject import Subject
 from shardwise.spec import Layout
 

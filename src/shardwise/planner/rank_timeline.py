@@ -10,10 +10,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from shardwise.planner.pieces import Pieces
 from shardwise.planner.pipeline import PipelineRun, simulate
 from shardwise.planner.schedules import Action, order, stages_of
 from shardwise.planner.stages import cut_of
-from shardwise.planner.step import Pieces, StepModel
+from shardwise.planner.step import StepModel
 from shardwise.planner.subject import Subject
 from shardwise.timeline import Box, Span, Timeline
 
@@ -52,7 +53,7 @@ def predict_timeline(subject: Subject, rank: int = 0, *, model: StepModel | None
         spans.append(Span("copy", clock, clock + pieces.copied_once, "offloaded gradients and parameters"))
         clock += pieces.copied_once
     spans.append(Span("compute", clock, clock + pieces.optimizer, "optimizer"))
-    clock += pieces.optimizer + stack.step_overhead_seconds
+    clock += pieces.optimizer + pieces.host + stack.step_overhead_seconds  # where it waits for the host is not told
     return Timeline.build(spans, seconds=clock, rank=rank).with_idle()
 
 

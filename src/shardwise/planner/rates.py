@@ -14,7 +14,7 @@ from typing import ClassVar
 
 from shardwise.planner.compute import Speed, aligned_share
 from shardwise.planner.work import Elements, Gemm, Scores, Work
-from shardwise.spec.calibration import AttentionRate, Calibration, MemoryBound, ProductRate
+from shardwise.spec.calibration import AttentionRate, Calibration, HostTimes, MemoryBound, ProductRate
 
 _PREFERRED = ("cudnn", "flash", "efficient", "math", "cpu")  # training/loop.py's order
 _NEIGHBOURS = 4
@@ -171,22 +171,14 @@ class MeasuredSpeed(Speed):
     def unit_seconds(self, parameters: float, shards: int) -> tuple[float, float]:
         own = parameters / shards
         gather = self._op("cast", own) + self._op("copy", parameters)
-        return gather, self._op("cast", parameters, "backward") + self._op("accumulate", own)
+        return gather, self._op("reduce_input", parameters) + self._op("accumulate", own)
 
-    def host_bound(
-        self, forward: float, backward: float, *, moe: bool, unit: bool, again: float
-    ) -> tuple[float, float]:
-        host = self._rates.host
-        first, second = host.layer_forward_us, host.layer_backward_us
-        if moe:
-            first, second = host.expert_layer_forward_us or first, host.expert_layer_backward_us or second
-        elif self.compiled and host.compiled_forward_us:
-            first, second = host.compiled_forward_us, host.compiled_backward_us
-        extra = (host.unit_forward_us, host.unit_backward_us) if unit else (0.0, 0.0)
-        if not host.layer_forward_us:  # the host computes, one after the other
-            return forward + 1e-6 * extra[0], backward + 1e-6 * extra[1]
-        floor = 1e-6 * (first + extra[0]), 1e-6 * (second + again * first + extra[1])
-        return max(forward, floor[0]), max(backward, floor[1])
+    def copy_seconds(self, elements: float) -> float:
+        return self._op("copy", elements)
+
+    @property
+    def host(self) -> HostTimes:
+        return self._rates.host
 
     def _attention_seconds(self, work: Work, kind: str) -> float:
         known = [self._rates.attention_seconds(scores, kind) for scores in work.scores]

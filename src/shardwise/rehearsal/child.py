@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import multiprocessing
 import os
 from collections.abc import Callable, Iterable, Iterator
@@ -45,6 +46,8 @@ def in_children(
 
 
 def _settle() -> None:
-    """Little threads: there is nothing to compute."""
+    """Few threads, since there is nothing to compute; no advice of the compiler's, and none of its past."""
+    torch._dynamo.reset()
+    torch._logging.set_logs(all=logging.ERROR)
     os.environ.setdefault("TORCH_DISTRIBUTED_DEBUG", "OFF")
     torch.set_num_threads(1)

@@ -22,14 +22,14 @@ def two_memories(tracker: Tracker) -> Iterator[None]:
     """Let offloaded activations and optimizer state be copies in either memory, as they are where these are two."""
 
     class Held(offload._Held):
-        def __init__(self, tensor: torch.Tensor):
+        def __init__(self, tensor: torch.Tensor, *, strided: bool = False):
             with tracker.labelling("host"):
-                super().__init__(tensor)
+                super().__init__(tensor, strided=strided)
 
         def take(self) -> torch.Tensor:
             back = self._back() if self._back else None
             if back is None:
-                back = torch.empty_like(self._host)
+                back = self._place()
                 self._back = weakref.ref(back)
             return back
 

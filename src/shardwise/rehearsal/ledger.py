@@ -17,7 +17,8 @@ class Block:
     """One storage from its allocation to its release; `begin` and `end` are numbers of events.
 
     kind: a part of Memory, `host`, or "" for what is told apart by its life alone. forward: it was allocated in a
-    forward pass, `call` that of the block (or other unit) that ran, 0 outside of any. stream: which of FSDP2's.
+    forward pass, `call` that of the block (or other unit) that ran, 0 outside of any. backward: it was allocated in
+    one, perhaps in a forward that is done again there. stream: which of FSDP2's.
     """
 
     size: int
@@ -28,7 +29,8 @@ class Block:
     end: int = FOREVER
     forward: bool = False
     call: int = 0
-    outlives: bool = False  # that call
+    backward: bool = False
+    outlives: bool = False  # that call, or the forward
     stream: str = ""
 
 
@@ -52,10 +54,10 @@ class Ledger:
         self._event(number, block, 1)
         return number
 
-    def free(self, number: int, call: int) -> None:
-        """call: the one that runs at the release."""
+    def free(self, number: int, call: int, *, backward: bool = False) -> None:
+        """call: the one that runs at the release, `backward` whether in a backward."""
         block = self.blocks[number]
-        block.end, block.outlives = len(self.events), call != block.call
+        block.end, block.outlives = len(self.events), call != block.call or (backward and not block.backward)
         self._event(number, block, -1)
 
     def to_host(self, number: int) -> None:

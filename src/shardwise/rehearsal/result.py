@@ -67,7 +67,7 @@ class Rehearsal:
                 "live_gib": self.predicted.live / GIB,
                 "reserved_gib": self.predicted.reserved[1] / GIB,
                 "parts_gib": {part: size / GIB for part, size in planned.items()},
-                "compute_seconds": self.predicted_seconds,  # of the busiest rank
+                "compute_seconds": self.predicted_seconds,
                 "difference_gib": {
                     **{part: (size - self.parts[part]) / GIB for part, size in planned.items()},
                     "live": (self.predicted.live - self.live) / GIB,

@@ -10,12 +10,15 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from shardwise.parallel.apply import build_parallel
-from shardwise.parallel.compat import fake_process_group
+from shardwise.parallel.compat import fake_process_group, without_compiled_code
 from shardwise.parallel.mesh import build_mesh
 from shardwise.planner.stacks import generation
+from shardwise.rehearsal.compiled import compiled_without_kernels
 from shardwise.rehearsal.host import two_memories
+from shardwise.rehearsal.labels import accumulated, received
 from shardwise.rehearsal.ledger import Ledger
 from shardwise.rehearsal.operators import cuda_operators
+from shardwise.rehearsal.replica import Replica
 from shardwise.rehearsal.tracker import Tracker
 from shardwise.rehearsal.where import Where
 from shardwise.rehearsal.world import building, drop_nothing, to_empty, without_values
@@ -41,17 +44,21 @@ def trace(run: Run, rank: int, *, steps: int = 2, imbalance: float = 1.0) -> Tra
     start, layout, modelled = time.perf_counter(), run.fixed_layout, []
     fake_process_group(rank, layout.world)
     if layout.compile:
-        modelled.append("layout.compile: traced without the compiler, whose fused blocks keep less")
-        run = run.replace(layout=layout.model_copy(update={"compile": False, "async_tp": False}))
+        modelled.append(f"layout.compile: saved as by Inductor of torch {torch.__version__}; which kernels it fuses")
+        run = run.replace(layout=layout.model_copy(update={"async_tp": False}))
+    if layout.async_tp:
+        modelled.append("async_tp: products and collectives one after the other")
     mesh = build_mesh(layout, "cpu")
-    with building():
+    with building(), compiled_without_kernels(lambda: tracker):
         module = build_parallel(run, mesh, torch.device("cpu"))
+    if layout.compile and any(isinstance(stage, Replica) for stage in module.stages.values()):
+        modelled.append("layout.compile with DDP: whole blocks, where torch cuts them by DDP's buckets")
     if drop_nothing(module.modules()):
         modelled.append("capacity: no token copy is dropped")
     experts = run.model.experts
     if experts and layout.ep > 1:
         modelled.append(f"routing: every rank sends evenly and receives {imbalance:g} times the mean")
-    where = Where(getattr(stage, "module", stage) for stage in module.stages.values())
+    where = Where((getattr(stage, "module", stage) for stage in module.stages.values()), compiled=layout.compile)
     vocabulary = run.model.vocabulary // layout.tp
     offloaded = layout.offload == "parameters"
     if offloaded:
@@ -61,15 +68,20 @@ def trace(run: Run, rank: int, *, steps: int = 2, imbalance: float = 1.0) -> Tra
     operators = cuda_operators() if generation(run.cluster.gpu) != "cpu" else contextlib.nullcontext()
     with (
         operators,
+        without_compiled_code() if layout.compile else contextlib.nullcontext(),
         without_values(imbalance),
         two_memories(tracker),
+        received(tracker),
         FakeTensorMode(allow_non_fake_inputs=True),
         tracker.watching(),
     ):
         with tracker.labelling(home):
             to_empty(module.stages, torch.device("cpu"))
         tracker.relabel(module.parameters(), "parameters")
+        accumulated(tracker, module.parameters())
         trainer = Trainer(run, module, lambda: False)
+        updated = [parameter for group in trainer.optimizer.param_groups for parameter in group["params"]]
+        tracker.relabel(updated, "parameters")  # with zero 1 some are copies
         for step in range(steps):
             if step == steps - 1:
                 tracker.ledger.begin()
@@ -82,7 +94,7 @@ def trace(run: Run, rank: int, *, steps: int = 2, imbalance: float = 1.0) -> Tra
 
 
 def forward_and_update(trainer: Trainer, device: torch.device, tracker: Tracker | None = None, home: str = "") -> None:
-    """What `Trainer.steps` does between two batches, without the reading of values, of which there may be none.
+    """What `Trainer.steps` does between two batches; values are read on a GPU only, since a CPU's are not there.
     home: "host" where shards live there."""
     run, module, layout = trainer.run, trainer.module, trainer.run.fixed_layout
     micro_batches = run.recipe.batch_sequences // (layout.data_ranks * layout.micro_batch)
@@ -92,12 +104,14 @@ def forward_and_update(trainer: Trainer, device: torch.device, tracker: Tracker 
     ids, labels = (torch.randint(run.model.vocabulary, shape, device=device) for _ in range(2))
     batch = list(zip(ids, labels, strict=True))
     enter(tracker, "pass")
-    trainer._forward_backward(batch, 1)
+    loss = trainer._forward_backward(batch, 1)
     enter(tracker, "update")
     if tracker is not None:
         tracker.relabel([p.grad for p in module.parameters() if p.grad is not None], "gradients")
     with tracker.labelling(home) if tracker is not None else contextlib.nullcontext():
-        module.gradient_norm()
+        norm = module.gradient_norm()
+        if device.type == "cuda":
+            trainer._agree(loss, norm)  # the host waits for the device
         trainer._update(2.0, 1e-3)
     if tracker is not None:
         for state in trainer.optimizer.state.values():

@@ -14,14 +14,15 @@ _MARK = "shardwise module"
 
 class Where:
     """The stack of modules that run. `call` numbers the outermost of them that is not the whole stage: a block, the
-    embedding, the head; 0 outside."""
+    embedding, the head; 0 outside. compiled: the compiler does not see into blocks that call what it does not know."""
 
-    def __init__(self, stages: Iterable[nn.Module]):
+    def __init__(self, stages: Iterable[nn.Module], *, compiled: bool = False):
         self._stack: list[tuple[str, bool]] = []
         self._calls, self.call = 0, 0
         for stage in stages:
             for name, module in stage.named_modules():
-                if name and not isinstance(module, nn.ModuleDict):
+                inner = name.startswith("blocks.") and name.count(".") > 1
+                if name and not isinstance(module, nn.ModuleDict) and not (compiled and inner):
                     unit = name.count(".") == (1 if name.startswith("blocks.") else 0)
                     module.register_forward_pre_hook(self._enter(name, unit))
                     module.register_forward_hook(self._leave(name, unit), always_call=True)

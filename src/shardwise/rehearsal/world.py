@@ -9,12 +9,14 @@ from typing import Any
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed._functional_collectives import all_to_all_single_autograd
 
 from shardwise.model.experts import MoE
+from shardwise.model.router import Router
 from shardwise.parallel import apply
-from shardwise.parallel.compat import pipeline_without_votes
+from shardwise.parallel.compat import LeanStage, pipeline_without_votes
 from shardwise.parallel.expert import AllToAll, Route
 from shardwise.rehearsal.replica import Replica
 
@@ -45,6 +47,46 @@ def without_values(imbalance: float) -> Iterator[None]:
         return all_to_all_single_autograd(rows, received, sent, exchange._group), route
 
     with mock.patch.object(AllToAll, "send", send), pipeline_without_votes():
+        yield
+
+
+@contextlib.contextmanager
+def even_routing(imbalance: float) -> Iterator[None]:
+    """On a GPU, where weights that nobody else sent make no sense: tokens go to all experts in turn, whatever their
+    scores, and this rank's experts receive `imbalance` times as many."""
+    choose, exchange = Router._choose, dist.all_to_all_single
+
+    def even(router: Router, scores: Tensor) -> Tensor:
+        chosen = choose(router, scores)
+        count = scores.shape[-1]
+        return torch.arange(chosen.numel(), device=chosen.device).view(chosen.shape).remainder_(count)
+
+    def counts(mine: Tensor, theirs: Tensor, *arguments: Any, **named: Any) -> Any:
+        work = exchange(mine, theirs, *arguments, **named)
+        if imbalance > 1:
+            mine.copy_((theirs * imbalance).ceil())
+        return work
+
+    with mock.patch.object(Router, "_choose", even), mock.patch.object(dist, "all_to_all_single", counts):
+        yield
+
+
+@contextlib.contextmanager
+def received_at_random() -> Iterator[None]:
+    """On a GPU, where a pipeline's stage receives nothing: random numbers, since products of zeros are faster."""
+
+    def filled(method: Any) -> Any:
+        def receive(stage: LeanStage, chunk: int) -> list[Any]:
+            operations = method(stage, chunk)
+            for operation in operations:
+                operation.tensor.detach().normal_()
+            return list(operations)
+
+        return receive
+
+    with contextlib.ExitStack() as stack:
+        for name in ("get_fwd_recv_ops", "get_bwd_recv_ops"):
+            stack.enter_context(mock.patch.object(LeanStage, name, filled(getattr(LeanStage, name))))
         yield
 
 

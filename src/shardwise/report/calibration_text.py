@@ -29,11 +29,10 @@ def summary(cluster: Cluster) -> Iterator[str]:
         yield f"copies: {found.copies.device_gb_s:.4g} GB/s read and written" + (
             f", {found.copies.to_device_gb_s:.4g} GB/s from the host" if found.copies.to_device_gb_s else ""
         )
-    if found.host.layer_forward_us:
-        yield (
-            f"host: {found.host.layer_forward_us:.0f} + {found.host.layer_backward_us:.0f} µs a layer, "
-            f"{found.host.launch_us:.1f} µs a launch"
-        )
+    for row in found.host.layers:
+        if row.style == "llama" and not found.host.serial:
+            how = ("compiled" if row.compiled else "eager") + (", sharded" if row.sharded else "")
+            yield f"host, {how}: {row.forward_us:.0f} + {row.backward_us:.0f} µs a layer"
     if found.ranks > 1 and gpu.intra:
         gather, reduced = gpu.intra.curve[-1], (gpu.intra.reduce_curve or gpu.intra.curve)[-1]
         yield (

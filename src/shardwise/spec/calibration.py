@@ -16,7 +16,7 @@ from shardwise.spec.numbers import Count, NotNegative, Positive
 
 Op = Literal[
     "rmsnorm", "layernorm", "residual", "heads", "rotated_heads", "swiglu", "gelu", "routing",
-    "bias", "loss", "chunked_loss", "embedding", "cast", "copy", "accumulate", "clip", "adamw",
+    "bias", "loss", "chunked_loss", "embedding", "cast", "copy", "reduce_input", "accumulate", "clip", "adamw",
 ]  # fmt: skip
 
 
@@ -67,8 +67,8 @@ class MemoryBound(Noun):
     Elements are: of the residual stream (norms, residual, embedding; routing: of all copies of the tokens), of the
     fused projection's output (heads: split into queries, keys and values; rotated_heads: and turned by RoPE), of the
     MLP's inner activation, of a product's output (bias: its gradient), of logits (losses), of weights (cast: to the
-    compute type, and the gradient back; copy: within the compute type; accumulate: one gradient into another; clip:
-    norm and scaling; adamw).
+    compute type, and the gradient back; copy: within the compute type; reduce_input: gradients to fp32, cut for every
+    rank, as FSDP2 reduces them; accumulate: one gradient into another; clip: norm and scaling; adamw).
     `compiled`: fused by torch.compile, a norm with the residual sum before it.
     """
 
@@ -93,19 +93,44 @@ class MemoryBound(Noun):
         return self.elements[-1] * width / self.forward_us[-1] / 1e3
 
 
+Style = Literal["gpt", "llama", "qk_norm", "experts"]
+
+
+class HostLayer(Noun):
+    """What the host spends on one layer of negligible size, in our trainer: to launch its forward, its backward, and,
+    once a step, its part of the gradient norm and the update. style: biases and LayerNorm, RMSNorm and a gated MLP,
+    the same with normalized queries and keys, or with routed experts. sharded: by FSDP2 (zero 2 and 3)."""
+
+    style: Style
+    sharded: bool = False
+    compiled: bool = False
+    forward_us: NotNegative
+    backward_us: NotNegative
+    update_us: NotNegative
+
+
+class HostExtra(Noun):
+    """What a dimension or a recompute policy adds to a layer's forward and backward."""
+
+    of: Literal["tensor", "context", "expert", "selective", "full"]
+    forward_us: float
+    backward_us: float
+
+
 class HostTimes(Noun):
-    """What the host spends on launching a layer of our eager trainer, of negligible size, on a GPU: the floor of its
-    time. Zero where the host computes itself. unit: what FSDP2 adds for one gathered module."""
+    """The host's time in a step. first, rest: of a micro-batch, before its first layer and outside of layers after
+    that; step: once a step.
+
+    serial: the host computes itself (a CPU), so its time adds to that of the kernels; on a GPU it runs ahead of them.
+    """
 
     launch_us: NotNegative = 0.0
-    layer_forward_us: NotNegative = 0.0
-    layer_backward_us: NotNegative = 0.0
-    expert_layer_forward_us: NotNegative = 0.0
-    expert_layer_backward_us: NotNegative = 0.0
-    compiled_forward_us: NotNegative = 0.0
-    compiled_backward_us: NotNegative = 0.0
-    unit_forward_us: NotNegative = 0.0
-    unit_backward_us: NotNegative = 0.0
+    serial: bool = False
+    layers: tuple[HostLayer, ...] = ()
+    extras: tuple[HostExtra, ...] = ()
+    first_us: NotNegative = 0.0
+    rest_us: NotNegative = 0.0
+    step_us: NotNegative = 0.0
 
 
 class Copies(Noun):

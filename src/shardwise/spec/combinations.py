@@ -75,11 +75,17 @@ def _pipeline(layout: Layout, model: Model) -> Iterator[str]:
             f"layout.zero 3 gives weights up between forward and backward, but layout.schedule {layout.schedule} must "
             "find them there, as it computes their gradients later than those of inputs; what works: zero: 2"
         )
-    if layout.recompute == "selective" and layout.schedule in SPLIT_BACKWARD:
+    if layout.recompute != "none" and layout.schedule in SPLIT_BACKWARD:
         yield (
-            f"layout.recompute selective does not go with layout.schedule {layout.schedule}, which goes through a "
-            "block backwards twice, for the gradients of inputs and of weights; what works: recompute: full, or "
-            "schedule: 1f1b or interleaved"
+            f"layout.recompute {layout.recompute} does not go with layout.schedule {layout.schedule}, which goes "
+            "through a block backwards for the gradients of inputs and again for those of each weight, and would make "
+            "it anew every time; what works: recompute: none, or schedule: 1f1b or interleaved"
+        )
+    if layout.offload == "activations" and layout.schedule in SPLIT_BACKWARD:
+        yield (
+            f"layout.offload activations does not go with layout.schedule {layout.schedule}: what the backward of "
+            "inputs alone has brought back is never let go of, and memory grows from step to step; what works: "
+            "offload: none, or schedule: 1f1b or interleaved"
         )
     if model.tied and layout.schedule in FOLDED:
         yield (

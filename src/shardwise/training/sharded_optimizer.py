@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from shardwise.parallel.buckets import in_buckets
+from shardwise.parallel.compat import all_gather
 from shardwise.parallel.gradients import local
 from shardwise.parallel.module import ParallelModule
 from shardwise.parallel.place import is_expert
@@ -133,7 +134,7 @@ def _gather(bucket: list[Part]) -> None:
     owns = [part.own.to_local().flatten() for part in bucket]
     torch._foreach_copy_([room[: len(own)] for room, own in zip(send.split(sizes), owns, strict=True)], owns)
     received = send.new_empty(ranks * len(send))
-    dist.all_gather_into_tensor(received, send, group=group)
+    all_gather(received, send, group)
     places, values = [], []
     for rank, row in enumerate(received.chunk(ranks)):
         for part, whole, room in zip(bucket, wholes, row.split(sizes), strict=True):

@@ -8,13 +8,14 @@ import time
 from pathlib import Path
 from typing import Any
 
+from shardwise.planner.alone import alone_seconds
 from shardwise.planner.memory import VERDICTS, predict_memory, verdict
 from shardwise.planner.search import search
 from shardwise.planner.single import micro_batches_of, refusals
 from shardwise.planner.stacks import own_stack
-from shardwise.planner.step import StepModel
 from shardwise.planner.subject import Subject, subject_of
-from shardwise.spec import InputError, Run, load_run
+from shardwise.spec import Gpu, InputError, Run, load_run
+from shardwise.spec.memory import Memory
 from shardwise.spec.noun import unknown
 from shardwise.spec.plan import Verdict
 from shardwise.spec.trainable import untrainable, untrainable_precision
@@ -81,11 +82,11 @@ def rehearse(
     if device == "cuda":
         from shardwise.rehearsal.gpu import on_gpu
 
-        found = in_children(on_gpu, [(run, number, steps, directory) for number in ranks], at_once=1)
+        found = in_children(on_gpu, [(run, number, steps, imbalance, directory) for number in ranks], at_once=1)
     else:
         found = in_children(on_cpu, [(run, number, steps, imbalance, directory) for number in ranks])
     results = tuple(
-        Rehearsal(**fields, predicted=memory, predicted_seconds=_compute_seconds(subject))
+        Rehearsal(**fields, predicted=memory, predicted_seconds=alone_seconds(subject, memory.stage))
         for fields, memory in zip(found, predicted, strict=True)
     )
     answer = Rehearsals(run, results, _verdict(run, results, predicted), notes, time.perf_counter() - start)
@@ -141,19 +142,19 @@ def ranks_of(run: Run, subject: Subject, wanted: int | str) -> list[int]:
     return sorted({*(stage * per_stage for stage in stages), layout.world - 1})
 
 
-def _compute_seconds(subject: Subject) -> float:
-    """Of the planner's step, what remains where collectives do nothing, on the busiest rank."""
-    parts = StepModel(subject).predict(subject).parts
-    return parts["compute"] + parts["recompute"] + parts["optimizer"]
+def verdict_of(live: float, reserved: float, predicted: Memory, gpu: Gpu) -> Verdict:
+    """By what was rehearsed, and outside of the allocator predicted. It fits where what the allocator would reserve
+    does; where only what is live does, it is tight, since the allocator then gives back and asks again."""
+    band = (live, max(live, reserved), max(live, 1.02 * reserved))
+    return verdict(predicted.model_copy(update={"reserved": band}), gpu)
 
 
-def _verdict(run: Run, results: tuple[Any, ...], predicted: list[Any]) -> Verdict:
-    """By what each rank reserves, from the model of expandable segments to that of plain ones."""
-    found = []
-    for one, memory in zip(results, predicted, strict=True):
-        low = max(one.live, one.reserved)
-        band = (low, low, max(low, 1.02 * one.reserved))
-        found.append(verdict(memory.model_copy(update={"reserved": band}), run.cluster.gpu))
+def _verdict(run: Run, results: tuple[Any, ...], predicted: list[Memory]) -> Verdict:
+    """Of the fullest rank."""
+    found = [
+        verdict_of(one.live, one.reserved, memory, run.cluster.gpu)
+        for one, memory in zip(results, predicted, strict=True)
+    ]
     return max(found, key=VERDICTS.index)
 
 

@@ -41,7 +41,8 @@ class Style:
     gathered: sequence-parallel inputs of products stay gathered, instead of being gathered again in the backward.
     split_projections: queries, keys and values are three products, so that values do not hold on to the other two.
     repeats_kv: keys and values are copied for every query head. dropout: masks of one byte on both residual branches.
-    scores: attention without a fused kernel, which keeps its softmax.
+    scores: attention without a fused kernel, which keeps its softmax. wide_router: the router's product takes a copy of
+    its input in fp32, which is kept in the place of the input.
     """
 
     fused: bool = False
@@ -50,6 +51,7 @@ class Style:
     repeats_kv: bool = False
     dropout: bool = False
     scores: bool = False
+    wide_router: bool = False
 
 
 def block_kept(
@@ -67,10 +69,15 @@ def block_kept(
     own = 1 / tp if sequence_parallel else 1.0  # share of the residual stream that is on this rank
     inner = hidden * (1.0 if style.gathered else own)  # inputs of column-parallel products
     statistics = (8 if model.norm == "layernorm" else 4) * own
-    kept = [Kept("block input", hidden * own, _INPUT), Kept("attention_norm", statistics), Kept("qkv input", inner)]
-    kept += _latent(model, tp, width) if model.latent else _attention(model, layout, style, width)
+    kept = [Kept("block input", hidden * own, _INPUT), Kept("attention_norm", statistics)]
+    if model.latent:
+        kept += _latent(model, tp, width, own)
+    else:
+        kept += [Kept("qkv input", inner), *_attention(model, layout, style, width)]
     # Without recompute the sum with the residual is kept in the product's place: as many bytes.
-    kept += [Kept("attention.out", hidden * own, _SECOND), Kept("mlp_norm", statistics), Kept("mlp input", inner)]
+    kept += [Kept("attention.out", hidden * own, _SECOND), Kept("mlp_norm", statistics)]
+    if not moe or not style.wide_router or (model.experts and model.experts.shared_ffn):
+        kept += [Kept("mlp input", inner)]
     if own < 1 and not style.fused:  # before they are summed over ranks and shared out, products are whole
         kept += [Kept("product of attention.out", hidden, ("selective",))]
         kept += [] if moe else [Kept("product of mlp.down", hidden, ("selective",))]
@@ -107,17 +114,23 @@ def _attention(model: Model, layout: Layout, style: Style, width: int) -> list[K
     return [*kept, Kept("attention", queries, _PRODUCT), Kept("logsumexp", 4 * model.heads / layout.tp, _PRODUCT)]
 
 
-def _latent(model: Model, tp: int, width: int) -> list[Kept]:
-    """Multi-head latent attention (arXiv 2405.04434): queries and keys are put together from their halves."""
+def _latent(model: Model, tp: int, width: int, own: float) -> list[Kept]:
+    """Multi-head latent attention (arXiv 2405.04434): queries and keys are put together from their halves. Ranks of
+    tensor parallelism compute the latents of their own tokens, and gather these in the place of the input."""
     latent = model.latent
     assert latent is not None
-    heads = model.heads / tp
+    heads, hidden = model.heads / tp, width * model.hidden
     query, value = width * heads * (latent.nope_dim + latent.rope_dim), width * heads * latent.value_dim
+    keys = latent.kv_rank + latent.rope_dim
     return [
-        Kept("query latent", width * latent.query_rank, _PRODUCT),
+        Kept("latents' input", hidden * own),
+        Kept("query input", hidden * (not latent.query_rank and own < 1)),
+        Kept("query latent", width * latent.query_rank, ("none", "alternate")),
+        Kept("query latent of own tokens", width * latent.query_rank * own, ("selective",)),
         Kept("query latent norm", (width * latent.query_rank + 4) * bool(latent.query_rank)),
         Kept("query product", query, _OUTPUT),
-        Kept("key latent", width * (latent.kv_rank + latent.rope_dim), _PRODUCT),
+        Kept("key latent", width * keys, ("none", "alternate")),
+        Kept("key latent of own tokens", width * keys * own, ("selective",)),
         Kept("key latent norm", width * latent.kv_rank + 4),
         Kept("key product", width * heads * latent.nope_dim + value, _PRODUCT),
         Kept("rotated query and key", 2 * query),
@@ -134,22 +147,39 @@ def _mlp(model: Model, style: Style, inner: float, name: str) -> list[Kept]:
 
 
 def _experts(model: Model, layout: Layout, style: Style, width: int, own: float) -> list[Kept]:
-    """Router, dispatched tokens, routed and shared experts. With ep > 1 each rank routes its own tokens."""
+    """Router, dispatched tokens, routed and shared experts. With ep > 1 each rank routes its own tokens, of which
+    copies leave and others' arrive; without, ranks of tensor parallelism gather the tokens that they have routed."""
     experts = model.experts
     assert experts is not None
-    if layout.ep > 1:
-        rows, ffn = own * experts.top_k * IMBALANCE, float(experts.ffn)
-    else:
-        rows, ffn = float(experts.top_k), experts.ffn / layout.tp
-    hidden = width * model.hidden
+    away = layout.ep > 1
+    copies = experts.top_k * (own if away else 1.0)
+    rows, ffn = (copies * IMBALANCE, float(experts.ffn)) if away else (copies, experts.ffn / layout.tp)
+    hidden, wide = width * model.hidden, max(4, width)
+    normalized = (experts.top_k + 1) * wide * experts.normalized  # the chosen scores and their sum
+    index = 8
+    copied = style.wide_router and (width < wide or own < 1 or not experts.shared_ffn)  # else it is the shared experts'
     kept = [
-        Kept("router", 8 * experts.count * own),  # logits and probabilities in fp32
-        Kept("dispatched tokens", hidden * rows, _PRODUCT),
+        Kept("router", wide * experts.count * own, _SECOND),  # scores; where these are computed again, logits
+        Kept("router input", wide * model.hidden * own * copied),
+        Kept("choices", (index * experts.top_k + normalized) * own),
+        Kept("order of copies", (2 * index + wide) * copies + index * rows * away),  # there, back, and weights
+        # Copies that were only sorted are sorted again.
+        Kept("dispatched tokens", hidden * rows, _PRODUCT if away or style.fused else ("none", "alternate")),
         *_mlp(model, style, width * ffn * rows, "experts"),
-        Kept("experts.down", hidden * rows, _PRODUCT),
+        Kept("experts.down", hidden * copies, _PRODUCT),  # as it came back
     ]
+    if away and not style.fused:
+        kept += [Kept("experts.down there", hidden * rows, _SECOND)]  # index_copy keeps its source
+    if own < 1 and not away and not style.fused:
+        kept += [Kept("sum over ranks", hidden * own, ("selective",))]
     if experts.shared_ffn:
-        kept += _mlp(model, style, width * experts.shared_ffn / layout.tp, "shared")
+        kept += [*_mlp(model, style, width * experts.shared_ffn / layout.tp, "shared")]
+        kept += [Kept("shared.down", hidden * own, _OUTPUT)]
+        if own < 1 and not style.fused:
+            kept += [Kept("product of shared.down", hidden, ("selective",))]
+    if experts.shared_gate:
+        gated = hidden * (1 + (own < 1)) * own  # the product, and the gate's input where the experts' is gathered
+        kept += [Kept("gated", gated), Kept("shared gate", width * own, _SECOND)]
     return kept
 
 

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from shardwise.planner.estimate import Array, Space
+from shardwise.planner.memory.block_tape import backward_of
 from shardwise.planner.memory.families import family_of
 from shardwise.planner.memory.fit import outside_bytes
+from shardwise.planner.memory.own_rank import has_own_moments, kind_of
 from shardwise.planner.memory.predict import activation_width, kept_of_block
-from shardwise.planner.memory.stages import chunks_of, held
+from shardwise.planner.memory.stages import chunks_of
+from shardwise.planner.memory.states import states
+from shardwise.planner.memory.tape import ACTIVATIONS
 from shardwise.planner.memory.units import CHUNKS
 from shardwise.planner.memory.weights import block_weights, position_weights, sharding, table_weights
 from shardwise.planner.stacks import generation
@@ -21,8 +26,8 @@ from shardwise.planner.subject import Subject
 def least_used(base: Subject, space: Space, *, loss: str, offload: str) -> Array:
     """Bytes that `predict_memory(…).used[0]` is never below, of shape (splits, sizes, recomputes, schedules).
 
-    Three moments of units.py on the first pipeline rank, without their temporaries: the loss where this rank has it,
-    the start of the backward, and the update. Zeros for software that keeps whole weights (whole.py).
+    Three moments of own.py (compiled: of units.py) on the first pipeline rank, without their temporaries: the loss
+    where this rank has it, a block's backward, and the update. Zeros for software that keeps whole weights (whole.py).
     """
     splits, model, layout = space.splits, base.model, space.splits[0]
     family = family_of(base.stack.name, cpu=generation(base.cluster.gpu) == "cpu")
@@ -63,18 +68,24 @@ def least_used(base: Subject, space: Space, *, loss: str, offload: str) -> Array
     replicated = np.array([alone and split.zero < 2 and split.data_ranks * split.cp > 1 for split in splits])
     unsharded = (zero < 2)[:, None] | ((pp > 1) & several)
     gradients = 4 * np.where(unsharded, whole, shard[:, None] * (offload != "parameters"))
-    before = gradients * (several | replicated[:, None, None])  # already there when a backward starts
-    computed = np.where(zero == 2, width * blocks_whole, 2 * width * smallest)[:, None]
+    # Before any activations.
+    fullest = [
+        [
+            _fullest(schedule, pp, number, virtual) if allowed else ((), False)
+            for (schedule, virtual), allowed in zip(space.schedules, row, strict=True)
+        ]
+        for (_, number), row in zip(space.sizes, space.allowed, strict=True)
+    ]
+    begun = np.array([[there for _, there in row] for row in fullest])
+    before = gradients * (begun | replicated[:, None, None])  # already there when a backward starts
+    computed = np.where(zero == 2, width * blocks_whole, (1 + (pp == 1)) * width * smallest)[:, None]
     cast = blocks_whole * np.array([name == "none" for name in space.recomputes])[:, None] + table.whole * heads
     computed = np.where(zero[:, None] < 2, width * cast * casts, computed)  # by split, recompute and schedule
 
     # Activations, by size, recompute and schedule.
     in_flight = [
-        [
-            (dict.fromkeys(here, 1) if pp == 1 else held(schedule, pp, number, virtual, 0)[0]) if allowed else {}
-            for (schedule, virtual), here, allowed in zip(space.schedules, chunks, row, strict=True)
-        ]
-        for (_, number), row in zip(space.sizes, space.allowed, strict=True)
+        [dict(zip(here, counts, strict=False)) for here, (counts, _) in zip(chunks, row, strict=True)]
+        for row in fullest
     ]
     tokens = np.array([size for size, _ in space.sizes])[:, None, None] * base.sequence / layout.cp
     kept = np.zeros(shape[1:])
@@ -90,7 +101,7 @@ def least_used(base: Subject, space: Space, *, loss: str, offload: str) -> Array
             ]
         )[:, None]
         per_token = [
-            kept_of_block(replace(base, layout=layout.model_copy(update={"recompute": recompute})), 1.0, moe=moe)
+            _kept_per_token(replace(base, layout=layout.model_copy(update={"recompute": recompute})), moe=moe)
             for recompute in space.recomputes
         ]
         some = np.array([after for _, after in per_token])[None, :, None]
@@ -108,6 +119,30 @@ def least_used(base: Subject, space: Space, *, loss: str, offload: str) -> Array
     beside = np.array([sum(outside_bytes(split, family)) for split in splits])[:, None, None, None]
     result: Array = family.slack[0] * live + beside
     return result
+
+
+@functools.lru_cache(maxsize=65536)
+def _fullest(schedule: str, pipeline: int, micro_batches: int, virtual: int) -> tuple[tuple[int, ...], bool]:
+    """Micro-batches that the first rank holds, by stage, in the backward where they are most; and whether gradients are
+    there."""
+    backward = [
+        state
+        for state in states(schedule, pipeline, micro_batches, virtual, 0, gathers=False)
+        if state.kind == "B" or state.kind == ("I" if state.place else "W")
+    ]
+    most = max(backward, key=lambda state: (sum(state.held), all(state.begun)))
+    return most.held, all(most.begun)
+
+
+def _kept_per_token(subject: Subject, *, moe: bool) -> tuple[float, float]:
+    """Bytes that one block keeps without recompute, and with the layout's."""
+    if not has_own_moments(subject):
+        return kept_of_block(subject, 1.0, moe=moe)
+    one = replace(subject, layout=subject.layout.model_copy(update={"micro_batch": 1}))
+    block, policy = kind_of(one, moe=moe).block, subject.layout.recompute
+    none, some = (backward_of(block, name, "sharded", False).kept[ACTIVATIONS] for name in ("none", policy))
+    tokens = subject.sequence / subject.layout.cp
+    return none / tokens, some / tokens
 
 
 def _layers(chunks: Any, moe: bool) -> int:

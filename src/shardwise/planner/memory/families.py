@@ -72,7 +72,7 @@ _OLD_SLACK = (1.05, 1.2, 1.45)
 FAMILIES = {
     family.name: family
     for family in [
-        Family("shardwise", _TORCH, Style(fused=True), copies_operands=True),
+        Family("shardwise", Style(wide_router=True), Style(fused=True), parallel_loss=10.0, copies_operands=True),
         # With tensor parallelism: torch's loss_parallel.
         Family("torchtitan", _TITAN, _TITAN_COMPILED, selective="alternate", compiled_loss=6.0, parallel_loss=16.0),
         # Until the end of 2024 its loss was not compiled, and reserved memory stood further above live.

@@ -7,9 +7,11 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Literal
 
-from shardwise.planner.memory.activations import Policy, block_kept, kept_bytes
+from shardwise.planner.memory.activations import Policy, Style, block_kept, kept_bytes
+from shardwise.planner.memory.experts import weighing_bytes
 from shardwise.planner.memory.families import FAMILIES, Family, family_of
 from shardwise.planner.memory.fit import outside_bytes
+from shardwise.planner.memory.own_rank import has_own_moments, operand_bytes, own_rank
 from shardwise.planner.memory.stages import Chunk, Held, chunks_of, held
 from shardwise.planner.memory.units import Event, Situation, replicated_events, sharded_events
 from shardwise.planner.memory.weights import Weights, block_weights, position_weights, sharding, table_weights
@@ -45,7 +47,7 @@ def _candidates(subject: Subject) -> list[int]:
 
 def predict_moments(subject: Subject, stage_rank: int) -> list[Memory]:
     """Every moment of a step that can be the peak of pipeline rank `stage_rank`, the fullest first."""
-    moments = _moments(subject, stage_rank)[0]
+    moments = _moments(subject, stage_rank, every=True)[0]
     return [_rank_memory(subject, stage_rank, moment) for moment in sorted(moments, key=_live, reverse=True)]
 
 
@@ -53,9 +55,12 @@ def _live(moment: Event) -> float:
     return sum(moment[1:])
 
 
-def _moments(subject: Subject, rank: int) -> tuple[list[Event], float, float]:
+def _moments(subject: Subject, rank: int, *, every: bool = False) -> tuple[list[Event], float, float]:
     """With the bytes of parameters and optimizer state, which are there at all of them."""
     layout = subject.layout
+    if has_own_moments(subject):
+        own = own_rank(subject, rank)
+        return list(own.moments(every=every)), *own.held()
     family = family_of(subject.stack.name, cpu=generation(subject.cluster.gpu) == "cpu")
     at = _situation(subject, family, rank)
     moments: Iterable[Event]
@@ -160,8 +165,8 @@ def _situation(subject: Subject, family: Family, rank: int) -> Situation:
         kept_at_head=2 * left if offloaded else activations(at_head),
         kept_block=left,
         recomputed=again,
-        working=_working(subject, tokens, width, moe=largest, stream=stream, scores=style.scores)
-        + family.copies_operands * _operands(subject, tokens),
+        working=_working(subject, tokens, width, style, moe=largest, stream=stream)
+        + family.copies_operands * operand_bytes(subject, tokens),
         logits=tokens * model.vocabulary / layout.tp,
         loss=family.loss_bytes(layout),
         chunked=layout.loss == "chunked",
@@ -251,27 +256,16 @@ def _recompute(layout: Layout, none: float, some: float, *, stream: float, block
     return some, max(0.0, none - some)
 
 
-# Bytes of an operand's element; nvfp4 has a scale of one byte for 16 elements.
-_OPERAND_BYTES = {"fp8": 1.0, "fp4": 0.5 + 1 / 16}
-
-
-def _operands(subject: Subject, tokens: float) -> float:
-    """Low-precision copies for the largest product of a backward, that of the MLP: of its input, its weight, and the
-    gradient of its output. What autograd keeps stays in the compute type (torchao's Float8Linear saves the
-    input that it was given and casts it again). Modelled: nothing here was measured."""
-    model, tp = subject.model, subject.layout.tp
-    columns = (2 if model.activation == "swiglu" else 1) * model.ffn / tp
-    elements = tokens * (model.hidden + columns) + model.hidden * columns
-    return _OPERAND_BYTES.get(subject.dtype, 0.0) * elements
-
-
-def _working(subject: Subject, tokens: float, width: int, *, moe: bool, stream: float, scores: bool) -> float:
+def _working(subject: Subject, tokens: float, width: int, style: Style, *, moe: bool, stream: float) -> float:
     """Temporaries where a block's backward is at its fullest: beside the gradient of its output, those of the MLP's
     inner tensors, or of the attention scores."""
     model, layout = subject.model, subject.layout
     inner = model.ffn / layout.tp
+    if moe and style.wide_router:
+        own = 1 / layout.tp if subject.sequence_parallel else 1.0
+        return stream + tokens * weighing_bytes(model, layout, width, own)
     if moe and model.experts:
         inner = model.experts.top_k * model.experts.ffn / layout.tp
     tensors = 2 if model.activation == "swiglu" else 1
-    attention = 2 * model.heads / layout.tp * subject.sequence if scores else 0.0
+    attention = 2 * model.heads / layout.tp * subject.sequence if style.scores else 0.0
     return stream + width * tokens * max(inner * tensors, attention)

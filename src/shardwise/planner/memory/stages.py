@@ -53,6 +53,8 @@ def held(schedule: str, pipeline: int, micro_batches: int, virtual: int, rank: i
 
     Raises ValueError for a number of micro-batches that the schedule cannot do.
     """
+    if schedule == "gpipe":
+        return {rank: micro_batches}, {rank: micro_batches} if rank == pipeline - 1 else {}
     few = steady_micro_batches(schedule, pipeline, micro_batches)
     return _held(schedule, pipeline, few, virtual, rank)
 

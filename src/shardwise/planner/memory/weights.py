@@ -11,33 +11,40 @@ from shardwise.spec import Layout, Model
 @dataclass(frozen=True)
 class Weights:
     """Elements of one unit (a block, or a table) on one rank: `whole` as computed with, `shard` as the optimizer holds
-    it where data ranks share it."""
+    it where data ranks share it, `padded` as it is gathered from equal shards."""
 
     whole: float = 0.0
     shard: float = 0.0
+    padded: float = 0.0
 
     def __add__(self, other: Weights) -> Weights:
-        return Weights(self.whole + other.whole, self.shard + other.shard)
+        return Weights(self.whole + other.whole, self.shard + other.shard, self.padded + other.padded)
 
     def __mul__(self, count: float) -> Weights:
-        return Weights(self.whole * count, self.shard * count)
+        return Weights(self.whole * count, self.shard * count, self.padded * count)
+
+
+def _shared(whole: float, shard: float, ranks: float) -> Weights:
+    return Weights(whole, shard, shard * ranks)
 
 
 def sharding(layout: Layout) -> int:
-    """Ranks that share one copy of parameters and optimizer state: with zero 1 all data ranks."""
+    """Ranks that share one copy of parameters and optimizer state: with zero 1 all data ranks, with zero 0 none."""
     if layout.zero == 0:
-        return 1
+        return 0
     return layout.dp_shard * layout.cp * (layout.dp_replicate if layout.zero == 1 else 1)
 
 
 def _matrix(rows: float, columns: float, ranks: int, *, even: bool) -> Weights:
     """FSDP2 cuts rows and pads the last ranks; flat buffers are cut evenly."""
-    return Weights(rows * columns, rows * columns / ranks if even else -(-rows // ranks) * columns)
+    ranks = max(1, ranks)
+    return _shared(rows * columns, rows * columns / ranks if even else -(-rows // ranks) * columns, ranks)
 
 
 @functools.lru_cache(maxsize=65536)
 def block_weights(model: Model, tp: int, ep: int, ranks: int, *, moe: bool, even: bool = False) -> Weights:
-    """One block, shared by `ranks`. Tensor parallelism divides projections, expert parallelism the routed experts."""
+    """One block, shared by `ranks` (0: by none). Tensor parallelism divides projections, expert parallelism the routed
+    experts."""
     hidden = model.hidden
     ups = 2 if model.activation == "swiglu" else 1
 
@@ -64,11 +71,28 @@ def block_weights(model: Model, tp: int, ep: int, ranks: int, *, moe: bool, even
     if model.mlp_bias and not experts:
         total += matrix(ffn, 1) * ups + matrix(hidden, 1)
     if experts:
-        total += matrix(experts.count, hidden)
-        whole = experts.count * experts.ffn * hidden * (ups + 1) / (ep if ep > 1 else tp)
-        # Those that hold the same experts share them: ep times as many ranks are all of the shard and tensor ranks.
-        total += Weights(whole, whole / max(1.0, ranks * tp / ep if ep > 1 else ranks))
+        total += matrix(experts.count, hidden) + matrix(experts.shared_gate, hidden)
+        total += routed_weights(model, tp, ep, ranks, even=even)
     return total
+
+
+def routed_weights(model: Model, tp: int, ep: int, ranks: int, *, even: bool = False) -> Weights:
+    """The routed experts of one block. With ep > 1 those that hold the same ones share them: ranks · tp / ep, where
+    anything is shared at all."""
+    experts = model.experts
+    assert experts is not None
+    matrices = 3 if model.activation == "swiglu" else 2
+    one = experts.ffn * model.hidden * matrices / (1 if ep > 1 else tp)
+    count = experts.count / ep
+    shares = max(1.0, ranks * tp / ep if ep > 1 else ranks)
+    evenly = even or cut_within(model, ep, shares)
+    return _shared(count * one, count * one / shares if evenly else -(-count // shares) * one, shares)
+
+
+def cut_within(model: Model, ep: int, shares: float) -> bool:
+    """Whether ranks that share experts cut each one, not the list of them (`parallel/data.py`)."""
+    experts = model.experts
+    return bool(experts and ep > 1 and experts.count / ep < shares and experts.ffn % shares == 0)
 
 
 def table_weights(model: Model, tp: int, ranks: int, *, even: bool = False) -> Weights:

@@ -1,49 +1,26 @@
-"""What the host takes, and what libraries keep: launches, layers of our eager trainer, copies, memory."""
+"""Launches and copies, and the memory that libraries keep."""
 
 from __future__ import annotations
 
 import statistics
 import time
-import warnings
 from collections.abc import Callable
 
 import torch
-from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from shardwise.model.block import Block
-from shardwise.model.rope import rotary_table
 from shardwise.profiling.calibration.clock import Clock
-from shardwise.spec import Model
-from shardwise.spec.calibration import Copies, HostTimes, Overheads
+from shardwise.spec.calibration import Copies, Overheads
 from shardwise.spec.memory import GIB
 
-_LAYERS = 12
 _COPIED = 2**28  # bytes
-_BACKENDS = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
-def measure_host(clock: Clock, dtype: torch.dtype, *, quick: bool) -> HostTimes:
-    """On a GPU, seconds per layer of blocks whose kernels take next to nothing. A CPU has no such floor."""
+def launch_us(clock: Clock) -> float:
+    """Of the smallest kernel. A CPU launches none."""
     if clock.device.type != "cuda":
-        return HostTimes()
-    tiny = {"name": "host", "layers": 1, "hidden": 128, "heads": 2, "ffn": 256, "vocabulary": 64, "max_sequence": 64}
-    dense = _layers(clock.device, dtype, Model.load(tiny))
-    routed = _layers(clock.device, dtype, Model.load({**tiny, "experts": {"count": 8, "top_k": 2, "ffn": 64}}))
-    compiled = (0.0, 0.0)
-    if not quick:
-        try:
-            compiled = _layers(clock.device, dtype, Model.load(tiny), compiled=True)
-        except Exception as error:  # whatever a compiler may raise
-            warnings.warn(f"torch.compile: {type(error).__name__}: {error}".splitlines()[0][:200], stacklevel=2)
+        return 0.0
     one = torch.zeros(1, device=clock.device)
-    launch = _host_seconds(lambda: [one.add_(1) for _ in range(100)], clock.device) / 100
-    names = ("layer_forward_us", "layer_backward_us", "expert_layer_forward_us", "expert_layer_backward_us",
-             "compiled_forward_us", "compiled_backward_us")  # fmt: skip
-    found = dict(zip(names, (*dense, *routed, *compiled), strict=True))
-    return HostTimes.load(
-        {"launch_us": round(1e6 * launch, 2), **{name: round(1e6 * t, 1) for name, t in found.items()}}
-    )
+    return round(1e4 * _host_seconds(lambda: [one.add_(1) for _ in range(100)], clock.device), 2)
 
 
 def measure_copies(clock: Clock) -> Copies:
@@ -76,34 +53,6 @@ def overheads(device: torch.device, before: float) -> Overheads:
     torch.cuda.synchronize(device)
     held = max(0.0, context_bytes(device) - before) + torch.cuda.memory_allocated(device)
     return Overheads.load({"context_gib": round(before / GIB, 4), "workspaces_gib": round(held / GIB, 4)})
-
-
-def _layers(device: torch.device, dtype: torch.dtype, model: Model, *, compiled: bool = False) -> tuple[float, float]:
-    """Seconds of the host per layer, forward and backward, of blocks with fp32 weights, as the trainer has them."""
-    blocks = nn.ModuleList(Block(model, index) for index in range(_LAYERS)).to(device)
-    for parameter in blocks.parameters():
-        nn.init.normal_(parameter, std=0.02)
-    if compiled:
-        for block in blocks:
-            block.forward = torch.compile(block.forward, fullgraph=True)  # type: ignore[method-assign]
-    rope = rotary_table(model, torch.arange(16, device=device), 16, dtype)
-    taken: list[tuple[float, float]] = []
-    with sdpa_kernel(_BACKENDS, set_priority=True):
-        for _ in range(12):
-            x = torch.randn(1, 16, model.hidden, device=device, dtype=dtype, requires_grad=True)
-            torch.cuda.synchronize(device)
-            began = time.perf_counter()
-            y: Tensor = x
-            for block in blocks:
-                y = block(y, rope)
-            between = time.perf_counter()
-            y.sum().backward()
-            torch.cuda.synchronize(device)
-            taken.append((between - began, time.perf_counter() - between))
-            for parameter in blocks.parameters():
-                parameter.grad = None
-    forward, backward = (statistics.median(series) / _LAYERS for series in zip(*taken[4:], strict=True))
-    return forward, backward
 
 
 def _host_seconds(work: Callable[[], object], device: torch.device) -> float:

@@ -10,9 +10,7 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch import Tensor
 
 from shardwise.profiling.calibration.clock import Clock
 from shardwise.spec.calibration import Overlap
@@ -20,7 +18,6 @@ from shardwise.spec.cluster import Link
 
 _SIZES = tuple(2**power for power in range(14, 31, 2))  # bytes
 _CPU_SIZES = tuple(2**power for power in range(12, 27, 2))
-_UNITS = 8
 _ROUNDS = 5
 
 
@@ -117,31 +114,3 @@ def measure_overlap(clock: Clock) -> Overlap:
     if cost < 0.5:
         return Overlap(slowdown=round(cost, 3), hides=1.0)
     return Overlap(slowdown=0.0, hides=round(max(0.0, 1.0 - cost), 3))
-
-
-def measure_units(clock: Clock) -> tuple[float, float]:
-    """Seconds of the host that FSDP2 adds to the forward and to the backward of one small gathered module, beyond the
-    exchanges themselves."""
-    device, ranks = clock.device, dist.get_world_size()
-    warnings.filterwarnings("ignore", message=".*is deprecated", category=FutureWarning)
-    mesh = init_device_mesh(device.type, (ranks,))
-    plain, sharded = (nn.Sequential(*(nn.Linear(64, 64) for _ in range(_UNITS))).to(device) for _ in range(2))
-    for unit in sharded:
-        fully_shard(unit, mesh=mesh)
-    fully_shard(sharded, mesh=mesh)
-    whole = torch.ones(64 * 65 // ranks * ranks, device=device)
-    part = torch.ones_like(whole[: len(whole) // ranks])
-    gather = clock.host_seconds(lambda: dist.all_gather_into_tensor(whole, part)) if ranks > 1 else 0.0
-    scatter = clock.host_seconds(lambda: dist.reduce_scatter_tensor(part, whole)) if ranks > 1 else 0.0
-    x = torch.randn(4, 64, device=device)
-
-    def forward(module: nn.Module) -> None:
-        module(x)
-
-    def step(module: nn.Module) -> None:
-        module(x).sum().backward()
-
-    taken = [[clock.host_seconds(lambda do=do, it=it: do(it)) for do in (forward, step)] for it in (plain, sharded)]
-    first = (taken[1][0] - taken[0][0]) / _UNITS
-    whole_step = (taken[1][1] - taken[0][1]) / _UNITS
-    return max(0.0, first - gather), max(0.0, whole_step - first - gather - scatter)

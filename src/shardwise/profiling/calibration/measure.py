@@ -13,12 +13,12 @@ import torch.distributed as dist
 
 from shardwise.profiling.calibration.attention import measure_attention
 from shardwise.profiling.calibration.clock import Clock, Pool
-from shardwise.profiling.calibration.host import context_bytes, measure_copies, measure_host, overheads
-from shardwise.profiling.calibration.links import measure_link, measure_overlap, measure_units
+from shardwise.profiling.calibration.host import context_bytes, launch_us, measure_copies, overheads
+from shardwise.profiling.calibration.links import measure_link, measure_overlap
 from shardwise.profiling.calibration.memory_bound import measure_memory_bound
 from shardwise.profiling.calibration.products import measure_experts, measure_fp8, measure_products
 from shardwise.spec import Cluster, Gpu
-from shardwise.spec.calibration import Calibration
+from shardwise.spec.calibration import Calibration, HostTimes
 from shardwise.spec.presets import gpu_called, gpu_preset
 
 Say = Callable[[str], None]
@@ -26,11 +26,11 @@ Row = TypeVar("Row")
 _POOL = 2**26  # elements on a CPU; on a GPU a share of its memory
 
 
-def measure(device: torch.device, command: str, say: Say, *, quick: bool = False) -> Cluster:
+def measure(device: torch.device, command: str, say: Say, *, host: HostTimes, quick: bool = False) -> Cluster:
     """This machine as a Cluster of as many chips as there are ranks. Every rank of the process group calls it.
 
-    Peaks that a data sheet or somebody else states stay. Those of a CPU, and of a GPU that no preset knows, are the
-    fastest product measured.
+    host: what was measured of it before (rehearsal/host_times.py). Peaks that a data sheet or somebody else states
+    stay. Those of a CPU, and of a GPU that no preset knows, are the fastest product measured.
     """
     ranks = dist.get_world_size()
     before = context_bytes(device)
@@ -45,11 +45,7 @@ def measure(device: torch.device, command: str, say: Say, *, quick: bool = False
     products += progress.rows("products of experts", measure_experts(clock, quick=quick))
     attention = progress.rows("attention", measure_attention(clock, dtype, torch_dtype, quick=quick))
     bound = progress.rows("memory-bound ops", measure_memory_bound(clock, dtype, torch_dtype, quick=quick))
-    host = progress.one("host", lambda: measure_host(clock, torch_dtype, quick=quick))
-    first, second = progress.one("FSDP2", lambda: measure_units(clock))
-    host = host.model_copy(
-        update={"unit_forward_us": round(1e6 * first, 1), "unit_backward_us": round(1e6 * second, 1)}
-    )
+    host = host.model_copy(update={"launch_us": launch_us(clock)})
     found: dict[str, Any] = {
         "command": command,
         "date": datetime.date.today(),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -22,6 +23,7 @@ Built = tuple[int, Callable[[], object], Callable[[], object] | None]  # element
 
 _SIZES = tuple(2**power for power in (16, 20, 22, 24, 26, 28))
 _CPU_SIZES = tuple(2**power for power in (10, 13, 16, 19, 22))
+_RANKS = 16  # that share a gradient
 
 
 def measure_memory_bound(clock: Clock, dtype: str, torch_dtype: torch.dtype, *, quick: bool) -> Iterator[MemoryBound]:
@@ -172,6 +174,14 @@ class _Bench:
         source, target = self._new(size).detach(), self._new(size).detach()
         return size, lambda: target.copy_(source), None
 
+    def reduce_input(self, size: int) -> Built:
+        """What FSDP2 does with gradients before it reduces them: each in as many pieces as there are ranks, in fp32."""
+        parts = [self._new(max(1, size // (4 * self.hidden)), self.hidden).detach() for _ in range(4)]
+        rows = sum(-(-len(part) // _RANKS) for part in parts)
+        out = torch.empty(_RANKS, rows * self.hidden, device=self.device)
+        work = functools.partial(torch._chunk_cat, parts, dim=0, num_chunks=_RANKS, out=out)
+        return sum(part.numel() for part in parts), work, None
+
     def accumulate(self, size: int) -> Built:
         one, other = (torch.randn(size, device=self.device) for _ in range(2))
         return size, lambda: one.add_(other, alpha=1e-6), None
@@ -270,5 +280,5 @@ def _gelu(x: Tensor) -> Tensor:
 
 _OPS = (
     "rmsnorm", "layernorm", "residual", "heads", "rotated_heads", "swiglu", "gelu", "routing", "bias", "loss",
-    "chunked_loss", "embedding", "cast", "copy", "accumulate", "clip", "adamw",
+    "chunked_loss", "embedding", "cast", "copy", "reduce_input", "accumulate", "clip", "adamw",
 )  # fmt: skip
