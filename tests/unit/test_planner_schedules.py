@@ -1,11 +1,12 @@
 """Schedules against PyTorch's tables, and the simulation against closed forms."""
 
 import itertools
+import random
 import re
 
 import pytest
 
-from shardwise.planner.pipeline import in_flight, simulate
+from shardwise.planner.pipeline import in_flight, simulate, total_seconds
 from shardwise.planner.schedules import Action, order
 
 TORCH = {
@@ -68,6 +69,21 @@ def test_every_action_runs_once(schedule):
 def durations(stages, forward=1.0, input_gradient=1.0, weight_gradient=1.0):
     kinds = {"F": forward, "B": input_gradient + weight_gradient, "I": input_gradient, "W": weight_gradient}
     return {(stage, kind): kinds[kind] for stage in range(stages) for kind in kinds}
+
+
+@pytest.mark.parametrize("schedule", CHUNKS)
+@pytest.mark.parametrize("hop", [0.0, 0.3])
+def test_the_total_alone_is_that_of_the_simulation(schedule, hop):
+    random_ = random.Random(1)
+    chunks = CHUNKS[schedule][0]
+    for pipeline, micro_batches in ((2, 4), (4, 8), (4, 12)):
+        seconds = {
+            (stage, kind): random_.uniform(0.5, 2.0)
+            for stage in range(pipeline * chunks)
+            for kind in ("F", "B", "I", "W")
+        }
+        run = simulate(order(schedule, pipeline, micro_batches, chunks), seconds, hop)
+        assert total_seconds(schedule, pipeline, micro_batches, chunks, seconds, hop) == run.seconds
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])

@@ -18,7 +18,7 @@ LAYOUTS = {
     "PP": {"pp": 8, "schedule": "1f1b", "dp_shard": 4, "zero": 2},
     "PP, interleaved": {"pp": 4, "schedule": "interleaved", "virtual_stages": 4, "tp": 4, "dp_shard": 2},
     "PP, zbv": {"pp": 4, "schedule": "zbv", "virtual_stages": 2, "dp_shard": 2, "zero": 2},
-    "PP, dualpipev": {"pp": 4, "schedule": "dualpipev", "virtual_stages": 2, "recompute": "full"},
+    "PP, dualpipev": {"pp": 4, "schedule": "dualpipev", "virtual_stages": 2},
     "EP, all ranks": {"dp_shard": 8, "ep": 8},
     "EP, a part": {"dp_shard": 32, "ep": 8},
     "EP over FSDP × TP": {"dp_shard": 8, "tp": 4, "ep": 8},

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from shardwise.planner.schedules import Action
+from shardwise.planner.schedules import Action, order
 
 
 @dataclass(frozen=True)
@@ -48,8 +49,8 @@ def simulate(
         moved = False
         for rank, program in enumerate(programs):
             done = spans[rank]
-            while len(done) < len(program):
-                action = program[len(done)]
+            for place in range(len(done), len(program)):
+                action = program[place]
                 ready = _ready(action, last_stage, ended, rank_of, hop_seconds)
                 if ready is None:
                     break
@@ -84,6 +85,59 @@ def _ready(
     if end is None or (kind != "F" and (stage, "F", micro_batch) not in ended):
         return None
     return end if rank_of[neighbour] == rank_of[stage] else end + hop_seconds
+
+
+def total_seconds(
+    schedule: str,
+    pipeline: int,
+    micro_batches: int,
+    virtual: int,
+    seconds: Mapping[tuple[int, str], float],
+    hop_seconds: float,
+) -> float:
+    """`simulate(order(…), …).seconds`, for one schedule after the other with other durations."""
+    kinds, steps = _linked(schedule, pipeline, micro_batches, virtual)
+    durations = [seconds[kind] for kind in kinds]
+    clocks, ends = [0.0] * pipeline, list[float]()
+    for rank, kind, needs, hops in steps:
+        start = clocks[rank]
+        if needs >= 0:
+            ready = ends[needs] + hop_seconds if hops else ends[needs]
+            if ready > start:
+                start = ready
+        end = start + durations[kind]
+        clocks[rank] = end
+        ends.append(end)
+    return max(clocks)
+
+
+@functools.lru_cache(maxsize=64)
+def _linked(
+    schedule: str, pipeline: int, micro_batches: int, virtual: int
+) -> tuple[list[tuple[int, str]], list[tuple[int, int, int, bool]]]:
+    """Kinds of actions; and all actions in an order in which each comes after what it needs: rank, kind, the place of
+    the action whose result it needs (-1 for none), and whether that is another rank's. Durations do not change it."""
+    programs = order(schedule, pipeline, micro_batches, virtual)
+    kinds = list(dict.fromkeys((action.stage, action.kind) for program in programs for action in program))
+    number = {kind: index for index, kind in enumerate(kinds)}
+    run = simulate(programs, dict.fromkeys(kinds, 1.0), 0.0)
+    rank_of = {action.stage: rank for rank, program in enumerate(programs) for action in program}
+    last, place = max(rank_of), dict[tuple[int, str, int], int]()
+    # By the time of their end, since one that needs another ends later.
+    found = sorted((end, rank, action) for rank, spans in enumerate(run.spans) for action, _, end in spans)
+    steps = []
+    for index, (_, rank, action) in enumerate(found):
+        stage, kind, micro_batch = action
+        if kind == "W":
+            needed: tuple[int, str, int] | None = (stage, "I", micro_batch)
+        elif kind == "F":
+            needed = (stage - 1, "F", micro_batch) if stage else None
+        else:
+            needed = (stage, "F", micro_batch) if stage == last else (stage + 1, "I", micro_batch)
+        hops = needed is not None and rank_of[needed[0]] != rank
+        steps.append((rank, number[stage, kind], -1 if needed is None else place[needed], hops))
+        place[stage, "I" if kind == "B" else kind, micro_batch] = index
+    return kinds, steps
 
 
 def in_flight(program: Sequence[Action]) -> list[dict[int, int]]:

@@ -10,6 +10,7 @@ ZBV arXiv 2405.15362 (sail-sg/zero-bubble); DualPipeV (deepseek-ai/DualPipe, "cu
 
 from __future__ import annotations
 
+import functools
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
@@ -52,6 +53,11 @@ def order(schedule: str, pipeline: int, micro_batches: int, virtual: int = 1) ->
 
 def rank_order(schedule: str, pipeline: int, micro_batches: int, virtual: int, rank: int) -> list[Action]:
     """`order` of one rank alone."""
+    return list(_rank_order(schedule, pipeline, micro_batches, virtual, rank))
+
+
+@functools.lru_cache(maxsize=4096)
+def _rank_order(schedule: str, pipeline: int, micro_batches: int, virtual: int, rank: int) -> tuple[Action, ...]:
     stages = stages_of(schedule, pipeline, virtual, rank)
     programs: dict[str, Callable[[], Program]] = {
         "gpipe": lambda: _gpipe(stages[0], micro_batches),
@@ -64,7 +70,7 @@ def rank_order(schedule: str, pipeline: int, micro_batches: int, virtual: int, r
     return _count(programs[schedule](), micro_batches)
 
 
-def _count(program: Program, micro_batches: int) -> list[Action]:
+def _count(program: Program, micro_batches: int) -> tuple[Action, ...]:
     """Number the micro-batches. A whole backward counts as both of its halves; numbers beyond the last are left out."""
     done: dict[tuple[int, str], int] = defaultdict(int)
     actions = []
@@ -74,7 +80,7 @@ def _count(program: Program, micro_batches: int) -> list[Action]:
             done[stage, part] += 1
         if micro_batch < micro_batches:
             actions.append(Action(stage, kind, micro_batch))
-    return actions
+    return tuple(actions)
 
 
 def _gpipe(stage: int, micro_batches: int) -> Program:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from shardwise.planner.pieces import PiecesModel
-from shardwise.planner.pipeline import simulate
-from shardwise.planner.schedules import order, stages_of, steady_micro_batches
+from shardwise.planner.pipeline import total_seconds
+from shardwise.planner.schedules import stages_of, steady_micro_batches
 from shardwise.planner.stacks import Stack
 from shardwise.planner.stages import cut_of, cuts_by_cost
 from shardwise.planner.subject import Subject
@@ -108,7 +108,7 @@ def _simulated(
         seconds |= {(stage, "F"): f, (stage, "B"): b, (stage, "I"): b / 2, (stage, "W"): b / 2}
 
     def run(count: int) -> float:
-        return simulate(order(layout.schedule, layout.pp, count, layout.virtual_stages), seconds, hop).seconds
+        return total_seconds(layout.schedule, layout.pp, count, layout.virtual_stages, seconds, hop)
 
     total = run(few)
     if few < micro_batches:

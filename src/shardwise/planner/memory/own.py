@@ -28,8 +28,10 @@ class Own(WithLoss):
         """Every one; or of those within a block's backward only the fullest."""
         for state in self.states:
             stage = self.stages[state.place]
+            if state.kind == "F" and not stage.last:
+                continue  # what it leaves is there in its backward, too
             base = self._base(state)
-            if state.kind == "F" and stage.last:
+            if state.kind == "F":
                 if self.keeps_gathered and not self.pipelined and self.micro_batches > 1:
                     yield from self._events(plus(base, (-base[GRADIENTS], 0, 0, 0, 0)), self._loss(state, gathers=True))
                     yield from self._events(base, self._loss(state, gathers=False))
@@ -205,8 +207,8 @@ class Own(WithLoss):
                     start, [("input's backward", parts) for _, parts in (profile.moments if every else (profile.top,))]
                 )
             return
-        more = self._weights_of(stage).whole * wide * (not state.begun[state.place]) * (not self.sharded)
-        waiting = self._weights_of(stage).whole * width * self.sharded
+        more = self._weights[state.place].whole * wide * (not state.begun[state.place]) * (not self.sharded)
+        waiting = self._weights[state.place].whole * width * self.sharded
         largest = max(run.kind.block.largest for run in stage.runs)
         temporary = (width + wide) * largest * (width < 4)
         yield ("weights' backward", *plus(base, (0, temporary * (not self.sharded), 0, 0, 0)))

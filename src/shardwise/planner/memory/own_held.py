@@ -31,7 +31,7 @@ class Run:
     segment: int  # blocks in each
     layers: int
 
-    @property
+    @functools.cached_property
     def weights(self) -> Weights:
         return self.kind.weights * self.layers
 
@@ -45,11 +45,11 @@ class Stage:
     first: bool  # has the embedding
     last: bool  # has the head and the loss
 
-    @property
+    @functools.cached_property
     def blocks(self) -> int:
         return sum(run.count for run in self.runs)
 
-    @property
+    @functools.cached_property
     def weights(self) -> Weights:
         """Of its blocks."""
         return sum((run.weights for run in self.runs), Weights())
@@ -163,11 +163,11 @@ class Held:
             if split:
                 base = plus(base, self._split[place], split)
             if state.begun[place]:
-                whole += self._weights_of(stage).whole
+                whole += self._weights[place].whole
                 apart = self.sharded and self.halves and not stage.first
                 if apart and not (place == state.place and state.kind == "W"):
                     # FSDP2 does not see a backward of weights alone: what it made waits for the next one of inputs.
-                    base = plus(base, (0, self.block.width * self._weights_of(stage).whole, 0, 0, 0))
+                    base = plus(base, (0, self.block.width * self._weights[place].whole, 0, 0, 0))
         gradients = bytes_ * whole
         if not self.pipelined and self.sharded:
             gradients = bytes_ * self.all.shard * (self.micro_batches > 1) * (not self.shards_on_host)
@@ -175,9 +175,15 @@ class Held:
             gradients += bytes_ * self.all.whole
         return plus(base, (gradients, self._gathered(state, current), 0, 0, 0))
 
-    def _weights_of(self, stage: Stage) -> Weights:
-        tables = stage.first + (stage.last and not (self.tied and stage.first))
-        return stage.weights + self.table * tables + self.positions * stage.first
+    @functools.cached_property
+    def _weights(self) -> list[Weights]:
+        """Of each stage, with its tables."""
+        return [
+            stage.weights
+            + self.table * (stage.first + (stage.last and not (self.tied and stage.first)))
+            + self.positions * stage.first
+            for stage in self.stages
+        ]
 
     def _gathered(self, state: State, current: Stage) -> float:
         """FSDP2's, without those of the blocks of the action's own stage that it gathers itself."""

@@ -55,14 +55,16 @@ def _states(schedule: str, pipeline: int, micro_batches: int, virtual: int, rank
     held, split = [0] * len(places), [0] * len(places)
     begun, gathered = [False] * len(places), [False] * len(places)
     found: dict[tuple[str, int], list[State]] = {}
+    seen = set[State]()
     for stage, kind, _ in rank_order(schedule, pipeline, micro_batches, virtual, rank):
         place = places[stage]
         if kind == "F":
             held[place] += 1
         state = State(kind, place, tuple(held), tuple(split), tuple(begun), tuple(gathered))
         same = found.setdefault((kind, place), [])
-        if not any(state.within(other) for other in same):
+        if state not in seen and not any(state.within(other) for other in same):
             found[kind, place] = [other for other in same if not other.within(state)] + [state]
+        seen.add(state)
         if kind == "B":
             held[place] -= 1
         elif kind == "I":
