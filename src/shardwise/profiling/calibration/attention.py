@@ -50,7 +50,7 @@ def measure_attention(clock: Clock, dtype: str, torch_dtype: torch.dtype, *, qui
 
                 try:
                     with _only(backend):
-                        once, again = clock.seconds(attend), clock.seconds(backward_of(attend(), [q, k, v]))
+                        once, again = clock.seconds(attend, keeps=True), clock.seconds(backward_of(attend(), [q, k, v]))
                 except RuntimeError:  # this kernel does not take these shapes, or they do not fit
                     break
                 done.append(length)

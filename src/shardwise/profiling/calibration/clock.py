@@ -26,12 +26,14 @@ class Clock:
         if self._cuda:
             self._busy = torch.randn(8192, 8192, device=device, dtype=torch.bfloat16)
 
-    def seconds(self, work: Callable[[], object]) -> float:
-        """The median time of one call, after two that do not count. What `work` returns is dropped."""
+    def seconds(self, work: Callable[[], object], *, keeps: bool = False) -> float:
+        """The median time of one call, after two that do not count. What `work` returns is dropped; keeps: on a CPU not
+        before the other calls are done, as with what a forward leaves for the backward, since fresh memory costs time
+        there."""
         work()
         queued = self._queue_seconds(work)
-        calls = self._calls(self._once(work, 1, queued))
-        taken = statistics.median(self._once(work, calls, queued) for _ in range(self._repeats))
+        calls = self._calls(self._once(work, 1, queued, keeps))
+        taken = statistics.median(self._once(work, calls, queued, keeps) for _ in range(self._repeats))
         return self._slowest(taken)
 
     def _queue_seconds(self, work: Callable[[], object]) -> float:
@@ -66,13 +68,17 @@ class Clock:
         calls = max(1, min(_MOST, int(_ENOUGH / max(one, 1e-9))))
         return int(self._slowest(calls))  # ranks agree
 
-    def _once(self, work: Callable[[], object], calls: int, queued: float) -> float:
+    def _once(self, work: Callable[[], object], calls: int, queued: float, keeps: bool) -> float:
         if self._together:
             dist.barrier()
         if not self._cuda:
+            kept = list[object]()
             began = time.perf_counter()
             for _ in range(calls):
-                work()
+                if keeps:
+                    kept.append(work())
+                else:
+                    work()
             return (time.perf_counter() - began) / calls
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         for _ in range(min(40, 1 + int(1.5 * calls * queued / _BUSY))):

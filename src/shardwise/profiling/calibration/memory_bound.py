@@ -54,7 +54,7 @@ def _row(
         if elements and count <= elements[-1]:  # whole rows only, and so few
             continue
         elements.append(count)
-        forward_us.append(_micro(clock.seconds(forward)))
+        forward_us.append(_micro(clock.seconds(forward, keeps=True)))
         if backward is not None:
             backward_us.append(_micro(clock.seconds(backward)))
     given = {"op": op, "dtype": dtype, "compiled": compiled, "elements": elements}

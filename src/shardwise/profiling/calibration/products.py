@@ -60,7 +60,7 @@ def measure_products(clock: Clock, pool: Pool, dtype: str, *, quick: bool) -> It
         for m in rows:
             x, w, dy = pool.take(0, m, k), pool.take(1, n, k), pool.take(2, m, n)
             for kind, work in _passes(x, w, dy).items():
-                series[kind].append(tflops(2 * m * n * k, clock.seconds(work)))
+                series[kind].append(tflops(2 * m * n * k, clock.seconds(work, keeps=kind == "forward")))
         if rows:
             yield ProductRate.load({"dtype": dtype, "n": n, "k": k, "rows": rows, **series})
 
