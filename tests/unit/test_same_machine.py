@@ -14,7 +14,7 @@ import pytest
 from same_machine import compare, draws
 
 COUNT, SEED = 200, int(os.environ.get("SHARDWISE_SEED", "7"))
-SHARE = 1 if os.environ.get("SHARDWISE_PARITY") == "all" else 8
+SHARE = 1 if os.environ.get("SHARDWISE_PARITY") == "all" else 20
 
 
 @pytest.mark.parametrize("kind", ["dense", "experts"])
