@@ -75,18 +75,12 @@ class AttentionTape(SavedTape):
         whole = b.whole if b.parallel else b.stream
         self._whole_gradient()
         self.fetch("attention in order", "attention")
-        self._weight("out", b.out)
-        self.make("by attention", b.query)
-        self._done("whole gradient", "attention in order")
-        self._weight_done("out", b.out)
+        self._product_backward("out", b.out, "by attention", b.query, done=["whole gradient", "attention in order"])
         self._attention()
         self.make("by qkv", b.query + 2 * b.key)
         self.drop("by query", "by key", "by value")
         self.fetch("qkv input")
-        self._weight("qkv", b.qkv)
-        self.make("by input", whole)
-        self._done("by qkv", "qkv input")
-        self._weight_done("qkv", b.qkv)
+        self._product_backward("qkv", b.qkv, "by input", whole, done=["by qkv", "qkv input"])
         self._scatter("by input")
 
     def _attention(self) -> None:

@@ -150,6 +150,13 @@ class BlockTape(AttentionTape):
             self._gather("mlp input")
         else:
             self._save("mlp input")
+        self._inner_again()
+        self.drop("norm")
+        self._cast("down", b.down)
+
+    def _inner_again(self) -> None:
+        """From the MLP's input to what its last product takes."""
+        b = self.b
         if b.gated:
             self._cast("gate", b.up)
             self._save("gate")
@@ -157,8 +164,6 @@ class BlockTape(AttentionTape):
         self._cast("up", b.up)
         self._save("up")
         self._save("product")
-        self.drop("norm")
-        self._cast("down", b.down)
 
     def backward(self) -> None:
         b = self.b
@@ -197,10 +202,7 @@ class BlockTape(AttentionTape):
         whole = b.whole if b.parallel else b.stream
         # down
         self.fetch("product")
-        self._weight("down", b.down)
-        self.make("by product", b.inner)
-        self._done("product", "whole gradient")
-        self._weight_done("down", b.down)
+        self._product_backward("down", b.down, "by product", b.inner, done=["product", "whole gradient"])
         # up and gate, or up alone
         if b.gated:
             self.fetch("silu", "up")
@@ -212,10 +214,7 @@ class BlockTape(AttentionTape):
             self.make("by up", b.inner)
             self.drop("by product", "up")
         self.fetch("mlp input")
-        self._weight("up", b.up)
-        self.make("input by up", whole)
-        self._done("by up")
-        self._weight_done("up", b.up)
+        self._product_backward("up", b.up, "input by up", whole, done=["by up"])
         if b.gated:
             self.fetch("gate")
             self.make("by gate", b.inner)

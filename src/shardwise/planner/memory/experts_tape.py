@@ -135,13 +135,7 @@ class _ExpertsTape(BlockTape):
             self._gather("mlp input")
         elif self.policy != "none" and not self._stays("mlp input", False):
             self.rename("norm", "mlp input")
-        if b.gated:
-            self._cast("gate", b.up)
-            self._save("gate")
-            self._save("silu")
-        self._cast("up", b.up)
-        self._save("up")
-        self._save("product")
+        self._inner_again()
         self._cast("down", b.down)
         if self.policy == "selective":
             return
@@ -243,17 +237,11 @@ class _ExpertsTape(BlockTape):
             self.drop("by product", "routed up", "routed silu")
             self.make("by gate", b.routed_inner)
             self.drop("by silu", "routed gate")
-            self._weight("routed gate", b.routed_up)
-            self.make("by gate's product", b.rows)
-            self._done("by gate")
-            self._weight_done("routed gate", b.routed_up)
+            self._product_backward("routed gate", b.routed_up, "by gate's product", b.rows, done=["by gate"])
         else:
             self.make("by up", b.routed_inner)
             self.drop("by product", "routed up")
-        self._weight("routed up", b.routed_up)
-        self.make("by rows", b.rows)
-        self._done("by up")
-        self._weight_done("routed up", b.routed_up)
+        self._product_backward("routed up", b.routed_up, "by rows", b.rows, done=["by up"])
         self._done("dispatched")
         if b.gated:
             self.make("sum of rows", b.rows)

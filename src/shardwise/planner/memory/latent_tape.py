@@ -109,10 +109,7 @@ class LatentAttention(BlockTape):
         b, latent = self.b, self.latent
         self._whole_gradient()
         self.fetch("attention", "turned query", "turned key", "key product")
-        self._weight("out", b.out)
-        self.make("by attention", latent.values)
-        self._done("whole gradient")
-        self._weight_done("out", b.out)
+        self._product_backward("out", b.out, "by attention", latent.values, done=["whole gradient"])
         for name, size in (("by query", b.query), ("by key", b.query), ("by value", latent.values)):
             self.make(name, size)
         self.drop("by attention", "attention", "logsumexp", "turned query", "turned key")
@@ -124,16 +121,12 @@ class LatentAttention(BlockTape):
         self.fetch(
             "key latent norm", "key latent", "query latent norm", "query latent", "latents' input", "query input"
         )
-        self._weight("key up", latent.key_up)
-        self.make("by key latent", latent.narrow_keys)
-        self._done("by key product", "key latent norm")
-        self._weight_done("key up", latent.key_up)
+        self._product_backward(
+            "key up", latent.key_up, "by key latent", latent.narrow_keys, done=["by key product", "key latent norm"]
+        )
         self.make("by keys", latent.keys)
         self._done("by key latent", "key latent")
-        self._weight("key down", latent.key_down)
-        self.make("input by keys", b.stream)
-        self._done("by keys")
-        self._weight_done("key down", latent.key_down)
+        self._product_backward("key down", latent.key_down, "input by keys", b.stream, done=["by keys"])
         self._weight("query up", latent.query_up)
         if not latent.queries:
             self.make("input by queries", b.whole if b.parallel else b.stream)
@@ -146,10 +139,7 @@ class LatentAttention(BlockTape):
             self._weight_done("query up", latent.query_up)
             self.make("by queries", latent.queries)
             self._done("by query latent", "query latent")
-            self._weight("query down", latent.query_down)
-            self.make("input by queries", b.stream)
-            self._done("by queries")
-            self._weight_done("query down", latent.query_down)
+            self._product_backward("query down", latent.query_down, "input by queries", b.stream, done=["by queries"])
         self.make("by input", b.stream)
         self._done("input by keys", "input by queries", "latents' input")
         self.drop("input by keys", "input by queries")

@@ -14,11 +14,10 @@ from shardwise.planner.memory.own_loss import WithLoss
 from shardwise.planner.memory.saved_tape import Gradient
 from shardwise.planner.memory.states import State
 from shardwise.planner.memory.tape import GRADIENTS, Parts, plus
+from shardwise.planner.memory.units import VISITORS, Event
 from shardwise.planner.memory.weights import Weights
 
 BUCKET = 64 * 2**20  # elements that are reduced, or gathered after an update, together
-VISITORS = 32 * 2**20  # elements whose optimizer state visits the device together
-Event = tuple[str, float, float, float, float, float]  # name, and bytes by part in the order of tape.py
 
 
 class Own(WithLoss):

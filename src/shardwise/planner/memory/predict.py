@@ -47,8 +47,9 @@ def _candidates(subject: Subject) -> list[int]:
 
 def predict_moments(subject: Subject, stage_rank: int) -> list[Memory]:
     """Every moment of a step that can be the peak of pipeline rank `stage_rank`, the fullest first."""
-    moments = _moments(subject, stage_rank, every=True)[0]
-    return [_rank_memory(subject, stage_rank, moment) for moment in sorted(moments, key=_live, reverse=True)]
+    moments, *states = _moments(subject, stage_rank, every=True)
+    fullest_first = sorted(moments, key=_live, reverse=True)
+    return [_memory(subject, stage_rank, moment, *states) for moment in fullest_first]
 
 
 def _live(moment: Event) -> float:
@@ -80,11 +81,15 @@ def _moments(subject: Subject, rank: int, *, every: bool = False) -> tuple[list[
     return list(moments), parameters, optimizer
 
 
-def _rank_memory(subject: Subject, rank: int, moment: Event | None = None) -> Memory:
+def _rank_memory(subject: Subject, rank: int) -> Memory:
+    moments, *states = _moments(subject, rank)
+    return _memory(subject, rank, max(moments, key=_live), *states)
+
+
+def _memory(subject: Subject, rank: int, moment: Event, parameters: float, optimizer: float) -> Memory:
     layout = subject.layout
     family = family_of(subject.stack.name, cpu=generation(subject.cluster.gpu) == "cpu")
-    moments, parameters, optimizer = _moments(subject, rank)
-    event, gradients, gathered, activations, logits, transient = moment or max(moments, key=_live)
+    event, gradients, gathered, activations, logits, transient = moment
     transient += family.workspace
     live = parameters + optimizer + gradients + gathered + activations + logits + transient
     low, mid, high = family.slack

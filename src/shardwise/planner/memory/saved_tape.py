@@ -173,6 +173,13 @@ class SavedTape(Tape):
         if gradient == "moved":
             self.now[GRADIENTS] -= max(4, self.b.width) * elements
 
+    def _product_backward(self, name: str, elements: float, made: str, size: float, *, done: list[str]) -> None:
+        """Of one product: the gradient of its weight, `made` as that of its input, and what it alone had waited for."""
+        self._weight(name, elements)
+        self.make(made, size)
+        self._done(*done)
+        self._weight_done(name, elements)
+
     def _done(self, *names: str) -> None:
         """Nobody needs them any more, unless the gradients of weights are still to come."""
         if self.gradient != "later":

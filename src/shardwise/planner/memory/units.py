@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from shardwise.planner.memory.weights import Weights
 
-_VISITORS = 32 * 2**20  # elements
+VISITORS = 32 * 2**20  # elements whose optimizer state visits the device together
 CHUNKS = 8  # pieces into which the chunked loss cuts a micro-batch
 
 
@@ -60,7 +60,7 @@ class Situation:
         """Optimizer state that is on the device at once: of one bucket of `training/offloaded_optimizer.py`."""
         tables = self.embeds + self.own_head
         shards = self.blocks.shard + tables * self.table.shard + self.embeds * self.positions.shard
-        return self.offloads_optimizer * 2 * max(4, self.width) * min(shards, max(_VISITORS, self.table.shard))
+        return self.offloads_optimizer * 2 * max(4, self.width) * min(shards, max(VISITORS, self.table.shard))
 
     @property
     def scaled_gradient(self) -> float:
